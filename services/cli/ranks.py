@@ -103,6 +103,7 @@ def _make_processes(
         policy,
         ProcessesOutput(writer, has_prefixes=is_text, display=display),
         peer=make_peer(settings.certificates, Role.WORKER),
+        num_spares=settings.spare_workers,
         on_change=show_state,
     )
     return ranks

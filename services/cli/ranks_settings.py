@@ -80,6 +80,7 @@ class RanksSettings(LauncherSettings, ProcessSettings):
             raise ValueError(
                 f"--ranks-per-node {ranks_per_node} is no multiple of --tp: coupled groups cannot be split"
             )
+        self.check_spares(ranks_per_node)
         return self
 
     @model_validator(mode="after")

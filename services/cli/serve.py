@@ -182,7 +182,9 @@ async def _run_cell(
     policy = make_restart_policy(settings, commands)
     view = make_view(settings, commands, output)
     processes_output = ProcessesOutput(output.log, settings.log_format == "text", view.display)
-    cell = CellProcesses(commands, policy, processes_output, peer=settings.tokenizer_peer)
+    cell = CellProcesses(
+        commands, policy, processes_output, peer=settings.tokenizer_peer, num_spares=settings.spare_workers
+    )
     running = asyncio.create_task(cell.run())
     serving = asyncio.create_task(_announce_and_answer(settings, cell, view))
     stopped = asyncio.create_task(stop.wait())

@@ -110,7 +110,10 @@ class ServeSettings(LauncherSettings, HttpPortSettings):
     @model_validator(mode="after")
     def _check_workers(self) -> ServeSettings:
         if not self.workers:
+            self.check_spares(self.dp * self.tp)
             return self
+        if self.spare_workers:
+            raise ValueError("--spare-workers cannot be used with --workers, which are started elsewhere")
         if "tp" in self.model_fields_set:
             raise ValueError("--tp cannot be used with --workers, which are started elsewhere")
         if "dp" in self.model_fields_set and self.dp != len(self.workers):

@@ -48,8 +48,7 @@ def main() -> int:
     configure_logging(service="worker", level=settings.log_level, log_format=settings.log_format)
     log_settings(settings)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    _tune_libraries()
-    make_home_private()
+    prepare_imports()
     device, is_loaded = DeviceLoop(), threading.Event()
     end = DomainEnd(device)
     make_role = Leader if settings.layout.is_leader else Member
@@ -121,6 +120,12 @@ def _load(settings: WorkerSettings, device: DeviceLoop, meeting: Future[Rendezvo
         return build_model_runner(settings, on_progress, meeting.result())
     finally:
         progress.close()
+
+
+def prepare_imports() -> None:
+    """Do what must be done before torch is imported."""
+    _tune_libraries()
+    make_home_private()
 
 
 def _tune_libraries() -> None:

@@ -71,6 +71,11 @@ PROCESSES: dict[str, tuple[str, int, Set[str]]] = {
         1650,
         SERVICE | {"safetensors", "torch"},
     ),
+    "spare worker": (
+        "import services.worker.spare; services.worker.spare.import_all()",
+        1650,
+        SERVICE | {"safetensors", "torch"},
+    ),
 }
 
 

@@ -8,9 +8,11 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from services.cli.processes.child_process import start_child
 from services.cli.processes.display import ProcessesOutput
 from services.cli.processes.service_command import ROLES, ServiceCommand
 from services.cli.processes.service_process import ServiceProcess
+from services.cli.processes.spare_workers import SpareWorkers
 from services.cli.processes.supervisor import Kill, RestartPolicy, StartDomain, Supervisor
 from shared.network.health import ask_process
 from shared.network.heartbeat import next_beat_at
@@ -45,6 +47,7 @@ class CellProcesses:
         output: ProcessesOutput,
         *,
         peer: Peer | None = None,
+        num_spares: int = 0,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare; `run` starts them.
@@ -52,6 +55,7 @@ class CellProcesses:
         Args:
             commands: In start order.
             peer: The role that answers health checks, as in `make_channel`, other than over unix sockets.
+            num_spares: How many spare workers to keep while every process serves.
             on_change: Called when a process has started, exited, or answered otherwise than before.
         """
         self._peer = peer
@@ -64,6 +68,7 @@ class CellProcesses:
             self._domain_to_commands.setdefault(command.domain, []).append(command)
         names = {domain: [command.name for command in some] for domain, some in self._domain_to_commands.items()}
         self._supervisor = Supervisor(names, policy)
+        self._spares = SpareWorkers(num_spares, policy.max_delay_s)
         self._check_period_s = min(_MAX_CHECK_PERIOD_S, policy.health_kill_s / _CHECKS_BEFORE_KILL)
         self._prefix_width = max(len(command.name) for command in commands) if output.has_prefixes else 0
         self._writer = output.writer
@@ -92,6 +97,9 @@ class CellProcesses:
                             await self._start(domain, watchers)
                         case Kill(name, reason):
                             self._kill(name, reason)
+                if self._supervisor.is_serving:
+                    # Not earlier: a worker that comes back would have to share the processor with them.
+                    await self._spares.refill(self._loop.time())
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout_at(self._supervisor.next_time(self._loop.time())):
                         await self._has_news.wait()
@@ -153,6 +161,7 @@ class CellProcesses:
             What did not end cleanly, the root cause first, without processes that waited for their restart.
         """
         self._display.end()
+        await self._spares.end()
         services = [*self._ended, *self._running.values()]
         own_roles = {some[0].role for some in self._domain_to_commands.values()}
         ends_at_once = is_urgent
@@ -188,9 +197,11 @@ class CellProcesses:
         for command in commands:
             self.num_restarts[command.name] += command.name in self._started
             self._started.add(command.name)
-            service = await ServiceProcess.start(command, self._make_write(command))
+            spare = await self._spares.take(command)
+            process = spare or await start_child(f"services.{command.role}", command.flags)
+            service = ServiceProcess(command, process, self._make_write(command))
             self._running[command.name] = service
-            logger.info("started", extra=_fields(service))
+            logger.info("started", extra=_fields(service) | ({"was_spare": True} if spare else {}))
             self._display.on_start(command.name)
             self._watches[command.name] = watchers.add(self._watch(service, watchers))
 

@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 
-from services.cli.processes.child_process import start_child
 from services.cli.processes.core_log import CoreLog
 from services.cli.processes.last_problem import LastProblem
 from services.cli.processes.service_command import ServiceCommand
@@ -26,6 +25,10 @@ class ServiceProcess:
     def __init__(
         self, command: ServiceCommand, process: asyncio.subprocess.Process, write: Callable[[bytes], None]
     ) -> None:
+        """Take a process over, as `start_child` returns it.
+
+        `write` receives each line of its output that is not of gRPC's core, without the newline.
+        """
         self.command = command
         self._process = process
         self._last_problem = LastProblem()
@@ -33,15 +36,6 @@ class ServiceProcess:
         self._output = asyncio.create_task(self._copy_output(write))
         self._problem: str | None = None
         self._kill_reason: str | None = None
-
-    @classmethod
-    async def start(cls, command: ServiceCommand, write: Callable[[bytes], None]) -> ServiceProcess:
-        """Start `python -m services.ROLE`; only from the main thread, with which the child dies.
-
-        `write` receives each line of output that is not of gRPC's core, without the newline.
-        """
-        process = await start_child(f"services.{command.role}", command.flags)
-        return cls(command, process, write)
 
     @property
     def pid(self) -> int:

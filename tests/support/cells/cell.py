@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,9 @@ REFERENCE = "--worker.ops-backend=reference"
 
 # The fast kernels compute as transformers does, instead of with what they choose.
 FLOAT32 = ("--worker.dtype=float32", "--worker.quantization=none")
+
+
+_SPARE = "services.worker.spare"
 
 
 class Cell:
@@ -76,9 +80,15 @@ class Cell:
         """The services' processes at this moment, by name; those that have exited are missing."""
         processes = {}
         for child, command in running_children(self.launcher.pid).items():
-            if (name := _name_of(command)) is not None:
+            name = self._name_of_spare(child.pid) if _SPARE in command else _name_of(command)
+            if name is not None:
                 processes[name] = child
         return processes
+
+    def find_spares(self) -> list[psutil.Process]:
+        """The spare workers at this moment, those that still import too."""
+        children = running_children(self.launcher.pid).items()
+        return [child for child, command in children if _SPARE in command and self._name_of_spare(child.pid) is None]
 
     def send_signal(self, name: str, signal_number: int) -> int:
         """Send a signal to a service; returns its process id.
@@ -154,6 +164,11 @@ class Cell:
         """Send the launcher a signal and wait for it to end; returns its exit code."""
         self.launcher.send_signal(signal_number)
         return self.wait()
+
+    def _name_of_spare(self, pid: int) -> str | None:
+        """The name of the worker that a spare has become, which its command does not say; None if it waits."""
+        found = re.search(rf"started role=(worker)(?: rank=(\S+))? pid={pid} was_spare=True", self.log())
+        return None if found is None else " ".join(filter(None, found.groups()))
 
     def _wait_until_ready(self) -> None:
         assert self.launcher.stdout is not None

@@ -44,6 +44,10 @@ NODES = ("--nodes=2", "--first-node=a")
         (["--draft-proposer=model"], "--draft-proposer model and --draft-model must be used together"),
         (["--max-failed-starts=0"], "--max-failed-starts"),
         (["--dp=2"], "--dp needs --dp-rank, or --ep"),
+        (
+            [*NODES, "--tp=4", "--spare-workers=3"],
+            "--spare-workers 3 is more than the 2 workers that could need one",
+        ),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(

@@ -47,6 +47,10 @@ def test_the_model_name_is_its_directorys_name_however_the_path_is_written() -> 
         (["--scheduler-listen=localhost:0"], "localhost:0 has no fixed port"),
         (["--workers=nowhere"], "--workers (or LOCKSTEP_SERVE_WORKERS): must be unix:PATH or HOST:PORT"),
         (["--dp=0"], "--dp (or LOCKSTEP_SERVE_DP)"),
+        (["--workers=a:1", "--spare-workers=1"], "--spare-workers cannot be used with --workers"),
+        (["--tp=2", "--spare-workers=3"], "--spare-workers 3 is more than the 2 workers that could need one"),
+        (["--spare-workers=2"], "--spare-workers 2 is more than the 1 worker that could need one"),
+        (["--spare-workers=-1"], "--spare-workers (or LOCKSTEP_SERVE_SPARE_WORKERS)"),
         (["--client-keys=/none"], "--client-keys /none: No such file"),
         # Each service has its own address.
         (["--manage-listen=127.0.0.1:9100"], "--manage-listen"),
