@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from services.tokenizer.scores.known_recipes import KNOWN_RECIPES
 from shared.config import (
     Addresses,
     HttpPortSettings,
@@ -161,6 +162,20 @@ class TokenizerSettings(SchedulerLossSettings, ProcessSettings, HttpPortSettings
         "the chat template.",
     )
 
+    score_template: str | None = Field(
+        default=None,
+        min_length=1,
+        description="How scores make a prompt of a query and a document, for a model whose directory does not say it "
+        "(files of sentence-transformers with a LogitScore): `qwen3-reranker`, or a file with a chat template that has "
+        "messages of the roles `system` (the instruction, if any), `query` and `document`.",
+    )
+    score_labels: Names = Field(
+        default=(),
+        max_length=2,
+        description="The tokens that scores by a template from a file tell apart: the positive one and the other, such "
+        "as yes,no.",
+    )
+
     grammar_timeout_s: float = Field(
         default=2.0,
         gt=0.0,
@@ -173,6 +188,13 @@ class TokenizerSettings(SchedulerLossSettings, ProcessSettings, HttpPortSettings
         allow_inf_nan=False,
         description="Memory limit of each of the two processes that compile structured outputs, in GiB.",
     )
+
+    @model_validator(mode="after")
+    def _check_scores(self) -> Self:
+        needs_labels = self.score_template is not None and self.score_template not in KNOWN_RECIPES
+        if len(set(self.score_labels)) != (2 if needs_labels else 0):
+            raise ValueError("score_labels must be two different tokens with a score_template from a file, else none")
+        return self
 
     @property
     def name_of_model(self) -> str:

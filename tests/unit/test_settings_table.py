@@ -23,7 +23,7 @@ CHECK_IMPORTS = (
 NUM_SETTINGS = {
     "`lockstep serve`": 24,
     "`lockstep ranks`": 20,
-    "Tokenizer": 26,
+    "Tokenizer": 28,
     "Scheduler": 41,
     "Worker": 37,
     "Every service": 8,

@@ -46,6 +46,9 @@ from shared.model_files.model_dir import (
     PROCESSOR_TEMPLATE,
     QUANT_CONFIG,
     QUANTIZE_CONFIG,
+    SENTENCE_CONFIG,
+    SENTENCE_MODEL_CONFIG,
+    SENTENCE_MODULES,
     SPECIAL_TOKENS_MAP,
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -61,6 +64,7 @@ _NEEDED = (CONFIG, TOKENIZER)
 _WANTED = frozenset(
     {*_NEEDED, GENERATION_CONFIG, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, ADDED_TOKENS, CHAT_TEMPLATE}
     | {PROCESSOR_TEMPLATE, WEIGHTS_INDEX, HF_QUANT_CONFIG, QUANTIZE_CONFIG, QUANT_CONFIG}
+    | {SENTENCE_MODULES, SENTENCE_CONFIG, SENTENCE_MODEL_CONFIG}
 )
 _OWN_TOKENIZER = (
     f"; its vocabulary is in Mistral's own format ({TEKKEN}), which is not read: convert it with transformers' "
@@ -139,7 +143,7 @@ class _Download:
         files = {sibling.rfilename: sibling for sibling in info.siblings or []}
         self._check_names(files)
         needed = _WANTED if TOKENIZER in files else _WANTED | {TIKTOKEN}
-        small = [files[name] for name in sorted(files) if name in needed or _is_template(name)]
+        small = [files[name] for name in sorted(files) if name in needed or _is_template(name) or _is_module(name)]
         self._fetch(small)
         try:
             implementation_of(read_config(self.directory), wanted)
@@ -278,6 +282,11 @@ def _hash(path: Path, make: Callable[[bytes], hashlib._Hash], start: bytes = b""
 def _is_template(name: str) -> bool:
     folder, _, file = name.rpartition("/")
     return folder == MORE_TEMPLATES and file.endswith(".jinja")
+
+
+def _is_module(name: str) -> bool:
+    """Whether a file configures a module that sentence-transformers computes."""
+    return re.fullmatch(r"\d+_\w+/config\.json", name) is not None
 
 
 def _other_weights(names: list[str]) -> str:

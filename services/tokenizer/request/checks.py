@@ -15,6 +15,7 @@ from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.chat.chat_request import chat_text_bytes, read_chat
 from services.tokenizer.chat.conversation import Conversation
 from services.tokenizer.request.resolved_request import ResolvedRequest
+from services.tokenizer.scores.score_pair import ScorePair
 from services.tokenizer.text_size import check_text_bytes
 from shared.errors import InvalidRequestError, ModelNotFoundError, Violation
 from shared.request.limits import TOKEN_DTYPE, ModelLimits, check_prompt
@@ -43,8 +44,8 @@ MAX_PROMPTS = 64
 MAX_LIST_REQUEST_ID = 61
 
 TokenIds = npt.NDArray[np.integer]
-# Text to encode, a conversation to render, or token ids.
-Prompt = str | Conversation | TokenIds
+# Text to encode, a conversation or a pair to render, or token ids.
+Prompt = str | Conversation | ScorePair | TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,7 @@ def resolve_request(
         PromptTooLongError, ContextExceededError, KvCapacityExceededError: it does not fit.
     """
     field = f"{request.field_prefix(index)}prompt"
-    if isinstance(request.prompts[index], str | Conversation):
+    if isinstance(request.prompts[index], str | Conversation | ScorePair):
         _check_known(prompt_token_ids, limits.logits_width, field)
     check_prompt(prompt_token_ids, limits, field=field)
     # The parts that it got since `check_request`.
@@ -203,29 +204,44 @@ def _check_known(token_ids: TokenIds, logits_width: int, field: str) -> None:
 def _check_prompts(
     request: tokenizer_pb2.GenerateRequest, limits: ModelLimits, violations: list[Violation]
 ) -> tuple[Prompt, ...]:
-    check_text_bytes(_text_bytes(request))
+    check_text_bytes(text_bytes(request))
     # 0 is refused.
     kept = request.truncate_prompt_tokens
     if request.WhichOneof("prompt") != "prompts":
         return (_check_prompt(request, "", kept, limits, violations),)
-    prompts = request.prompts.prompts
-    if not 1 <= len(prompts) <= MAX_PROMPTS:
-        violations.append(Violation("prompts.prompts", "OUT_OF_RANGE", f"must have 1 to {MAX_PROMPTS} prompts"))
+    return check_prompt_list(request.prompts.prompts, limits, violations, num_kept=kept)
+
+
+def check_prompt_list(
+    prompts: Sequence[tokenizer_pb2.Prompt],
+    limits: ModelLimits,
+    violations: list[Violation],
+    *,
+    num_kept: int = 0,
+    most: int = MAX_PROMPTS,
+) -> tuple[Prompt, ...]:
+    """Check the prompts of a list; none are returned if there are more than `most`, or none.
+
+    `num_kept` is the number of tokens that are kept of each, 0 for all.
+    """
+    if not 1 <= len(prompts) <= most:
+        violations.append(Violation("prompts.prompts", "OUT_OF_RANGE", f"must have 1 to {most} prompts"))
         return ()
     return tuple(
-        _check_prompt(prompt, f"prompts.prompts[{index}].", kept, limits, violations)
+        _check_prompt(prompt, f"prompts.prompts[{index}].", num_kept, limits, violations)
         for index, prompt in enumerate(prompts)
     )
 
 
-def _text_bytes(message: tokenizer_pb2.GenerateRequest | tokenizer_pb2.Prompt) -> int:
+def text_bytes(message: tokenizer_pb2.GenerateRequest | tokenizer_pb2.Prompt) -> int:
+    """The bytes of a request's or a prompt's texts, those of a list's first prompts."""
     kind = message.WhichOneof("prompt")
     if kind == "text":
         return len(message.text.encode())
     if kind == "chat":
         return chat_text_bytes(message.chat)
     if isinstance(message, tokenizer_pb2.GenerateRequest) and kind == "prompts":
-        return sum(map(_text_bytes, message.prompts.prompts[:MAX_PROMPTS]))
+        return sum(map(text_bytes, message.prompts.prompts[:MAX_PROMPTS]))
     return 0
 
 

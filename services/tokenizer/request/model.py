@@ -13,6 +13,8 @@ from services.tokenizer.grammar.structured_output import FormCompiler
 from services.tokenizer.request.model_checks import can_compile_grammars, warn_of_unknown_tokens
 from services.tokenizer.request.prompts import PromptEncoder
 from services.tokenizer.request.reply_parsers import ReplyParsers, load_reply_parsers
+from services.tokenizer.scores.find_recipe import RecipeFinder
+from services.tokenizer.scores.recipe import Scores
 from services.tokenizer.text.detokenizer import TokenTexts, make_token_texts
 from services.tokenizer.text.encoder import Encoder
 from services.tokenizer.text.encoding_pools import EncodingPool
@@ -36,6 +38,8 @@ class ServedModel:
     """The most bytes of text that one token can have."""
     serves_text_only: bool
     """Whether the model could also read images, video or sound."""
+    scores: Scores
+    """What pairs are rated by."""
     checking: EncodingPool
     """The thread in which large messages are checked, and grammars of replies are written."""
 
@@ -47,6 +51,7 @@ class ServedModel:
     def close(self) -> None:
         """End the processes that render chats and compile grammars."""
         self.prompts.close()
+        self.scores.close()
         self.form_compiler.close()
 
 
@@ -64,11 +69,26 @@ def load_model(settings: TokenizerSettings, *, make_renderer: RendererMaker = Te
     warn_of_unknown_tokens(vocabulary, settings.model_dir)
     config = read_config(settings.model_dir)
     architecture, serves_text_only = next(iter(architectures_of(config)), ""), is_multimodal(config)
-    template = load_chat_template(
+    scores = RecipeFinder(
+        settings.model_dir,
+        settings.name_of_model,
         model_tokenizer,
-        timeout_s=settings.template_timeout_s,
-        architecture=architecture,
-        make_renderer=make_renderer,
+        setting=settings.score_template,
+        labels=settings.score_labels,
+        make_renderer=lambda source: make_renderer(
+            {source: False}, model_tokenizer.special_tokens, cpu_s=settings.template_timeout_s
+        ),
+    ).find()
+    # A reranker's template would leave out what a chat's user says.
+    template = (
+        None
+        if scores.owns_template
+        else load_chat_template(
+            model_tokenizer,
+            timeout_s=settings.template_timeout_s,
+            architecture=architecture,
+            make_renderer=make_renderer,
+        )
     )
     prompts = PromptEncoder(encoder, template, num_threads=settings.num_encode_threads)
     parsers = load_reply_parsers(architecture, prompts, name=settings.reply_parser)
@@ -79,6 +99,7 @@ def load_model(settings: TokenizerSettings, *, make_renderer: RendererMaker = Te
             "tool_parser": parsers.tool_parser,
             "reasoning_parser": parsers.reasoning_parser,
             "chat_template": prompts.template_digest,
+            "score_recipe": scores.name,
             "serves_text_only": serves_text_only,
         },
     )
@@ -93,6 +114,7 @@ def load_model(settings: TokenizerSettings, *, make_renderer: RendererMaker = Te
         FormCompiler(settings.model_dir, grammar_limits, can_compile=can_compile),
         vocabulary.longest_bytes,
         serves_text_only,
+        scores,
         # One: what it does takes the interpreter from the event loop.
         EncodingPool(1, "check"),
     )

@@ -11,6 +11,7 @@ from services.tokenizer.chat.chat_encoding import RenderedChat, render_chat
 from services.tokenizer.chat.chat_template import ChatTemplate
 from services.tokenizer.chat.conversation import Conversation
 from services.tokenizer.request.checks import Prompt, TokenIds
+from services.tokenizer.scores.score_pair import ScorePair
 from services.tokenizer.text.control_tokens import texts_in
 from services.tokenizer.text.encoder import Encoder
 from services.tokenizer.text.encoding_pools import MAX_WORK_S, EncodingPool, EncodingPools
@@ -103,15 +104,23 @@ class PromptEncoder:
         if isinstance(prompt, Conversation):
             _, token_ids = await self.render_chat(prompt, context_length)
             return token_ids
+        if isinstance(prompt, ScorePair):
+            _, token_ids = await self.render_chat(prompt.conversation, context_length, template=prompt.template)
+            return token_ids
         return prompt
 
     async def encode_text(self, text: str, context_length: int, *, add_special_tokens: bool = True) -> TokenIds:
         """Encode plain text, with the post-processor's tokens unless told otherwise; raises as `encode`."""
         return await self._encode([text], context_length, add_special_tokens=add_special_tokens)
 
-    async def render_chat(self, conversation: Conversation, context_length: int) -> tuple[str, TokenIds]:
-        """Render a conversation; returns its text and ids, [num_tokens]; raises as `encode`."""
-        template = self._template
+    async def render_chat(
+        self, conversation: Conversation, context_length: int, *, template: ChatTemplate | None = None
+    ) -> tuple[str, TokenIds]:
+        """Render a conversation; returns its text and ids, [num_tokens]; raises as `encode`.
+
+        A `template` takes the place of the model's.
+        """
+        template = template or self._template
         if template is None:
             raise TemplateFailedError("the model has no chat template")
 

@@ -8,7 +8,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
+
+from google.protobuf.message import Message
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.answer.answer import Choice, Extras, Generation
@@ -26,6 +28,7 @@ from shared.errors import DeadlinePassedError, InternalError, ServiceError
 from shared.ids import RequestHandle
 from shared.network.statuses import StatusError, reason_of
 from shared.network.turns import get_arrived_at
+from shared.request.limits import ModelLimits
 from shared.request.request_fields import check_exactness
 from shared.request.sampling_params import NO_OPTIONS
 from shared.tenants.client_keys import ANY_CLIENT, Client
@@ -64,6 +67,24 @@ class CallTerms:
     client: Client = ANY_CLIENT
     trace: RequestTrace | None = None
     """None unless the call is traced."""
+    max_in_flight: int | None = None
+    """How many prompts are in the cell at once, the first of them alone; None means all."""
+
+
+class Check(Protocol):
+    """Checks a call's message."""
+
+    def __call__(
+        self,
+        message: Any,
+        /,
+        *,
+        model_name: str,
+        limits: ModelLimits,
+        defaults: common_pb2.SamplingParams,
+        client: Client,
+    ) -> CheckedRequest:
+        """See `check_request`."""
 
 
 class GenerateCall:
@@ -93,21 +114,25 @@ class GenerateCall:
         self._overrides_model = terms.overrides_model
         self._client = terms.client
         self._trace = terms.trace
+        self._max_in_flight = terms.max_in_flight
         if self._trace is not None:
             self._facts["trace_id"] = self._trace.trace_id
         self._tenant_name = terms.client.tenant.name
         if terms.client is not ANY_CLIENT:
             self._facts["tenant"] = self._tenant_name
 
-    async def serve(self, request: tokenizer_pb2.GenerateRequest) -> None:
+    async def serve(self, request: Message, check: Check = check_request) -> None:
         """Write all responses.
+
+        Args:
+            request: A `GenerateRequest`, or what else `check` reads.
 
         Raises:
             ServiceError: the request was refused, or its answer ended with an error.
         """
         finish, failure = None, None
         try:
-            finish = await self._serve(request)
+            finish = await self._serve(request, check)
         except BaseException as error:
             failure = self._failure_reason(error)
             self._totals.count_failure(failure)
@@ -118,20 +143,20 @@ class GenerateCall:
             total_ms = round(1e3 * (time.monotonic() - self._arrived_at), 3)
             logger.info("request ended", extra={**self._facts, "outcome": finish or failure, "total_ms": total_ms})
 
-    async def _serve(self, message: tokenizer_pb2.GenerateRequest) -> str:
+    async def _serve(self, message: Message, check: Check) -> str:
         """Returns the names of the finish reasons."""
         self._live.check_open()
         cell = self._scheduler.cell()
         defaults = self._defaults(cell.default_sampling)
-        check = partial(
-            check_request,
+        work = partial(
+            check,
             message,
             model_name=self._model.name,
             limits=cell.limits,
             defaults=defaults,
             client=self._client,
         )
-        request = await checked(self._model.checking, message, check)
+        request = await checked(self._model.checking, message, work)
         # It may have taken a while.
         self._live.check_open()
         self._facts["request_id"] = request.request_id
@@ -164,14 +189,22 @@ class GenerateCall:
     async def _stream(self, request: CheckedRequest, prompts: Sequence[PreparedPrompt]) -> str:
         generation = Generation(arrived_at=self._arrived_at, totals=self._totals)
         self._live.begin(self._tenant_name, request.request_id, generation)
+        for index, prompt in enumerate(prompts):
+            generation.choices += [
+                self._make_choice(request, prompt, generation, (index, number)) for number in range(request.n)
+            ]
         handles: list[RequestHandle] = []
+        num_allowed = len(prompts) if self._max_in_flight is None else 1
         try:
-            for index, prompt in enumerate(prompts):
-                handles.append(self._submit(request, index, prompt, generation))
+            self._submit(prompts, generation, handles, num_allowed)
             for index, prompt in enumerate(prompts):
                 await self._begin(index, prompt, is_empty=request.form.is_empty)
             async for response in generation.responses():
                 await self._writer.write(response)
+                if self._max_in_flight is not None and response.HasField("finish"):
+                    # What the prompts share is cached from the first one's end on.
+                    num_allowed += 1 if num_allowed > 1 else self._max_in_flight
+                    self._submit(prompts, generation, handles, num_allowed)
         finally:
             for handle in handles:
                 self._scheduler.requests.abort(handle)
@@ -180,14 +213,20 @@ class GenerateCall:
         return ",".join(reason.removeprefix("FINISH_REASON_") for reason in reasons)
 
     def _submit(
-        self, request: CheckedRequest, index: int, prompt: PreparedPrompt, generation: Generation
-    ) -> RequestHandle:
-        """Returns the handle to abort it by."""
-        choices = [self._make_choice(request, prompt, generation, (index, number)) for number in range(request.n)]
-        generation.choices += choices
-        return self._scheduler.requests.submit(
-            prompt.request, choices, arrived_at=self._arrived_at, deadline_at=self._deadline_at
-        )
+        self,
+        prompts: Sequence[PreparedPrompt],
+        generation: Generation,
+        handles: list[RequestHandle],
+        num_allowed: int,
+    ) -> None:
+        """Submit prompts until `num_allowed` of them are; `handles` are those to abort them by."""
+        for index in range(len(handles), min(num_allowed, len(prompts))):
+            request = prompts[index].request
+            choices = generation.choices[index * request.n : (index + 1) * request.n]
+            handle = self._scheduler.requests.submit(
+                request, choices, arrived_at=self._arrived_at, deadline_at=self._deadline_at
+            )
+            handles.append(handle)
 
     def _make_choice(
         self, request: CheckedRequest, prompt: PreparedPrompt, generation: Generation, place: tuple[int, int]

@@ -17,6 +17,7 @@ from services.tokenizer.request.large_messages import checked
 from services.tokenizer.request.model import ServedModel
 from services.tokenizer.server.generate import CallTerms, GenerateCall, Writer
 from services.tokenizer.server.live_requests import LiveRequests
+from services.tokenizer.server.score import ScoreCall
 from services.tokenizer.text_size import check_text
 from services.tokenizer.tracing.request_trace import CHAT, TEXT_COMPLETION, Tracer, traced
 from shared.errors import InvalidRequestError, Violation
@@ -75,6 +76,13 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         await self._generate(request.request, answer, context)
         return answer.message()
 
+    async def Score(
+        self, request: tokenizer_pb2.ScoreRequest, context: grpc.aio.ServicerContext
+    ) -> tokenizer_pb2.ScoreResponse:
+        """Rate documents or prompts."""
+        call = ScoreCall(self._model, self._scheduler, self._live, totals=self._totals)
+        return await call.serve(request, CallTerms(read_time_left(context.time_remaining()), client=get_caller()))
+
     async def Tokenize(
         self, request: tokenizer_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> tokenizer_pb2.TokenizeResponse:
@@ -122,6 +130,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             weights_digest=cell.weights_digest,
             serves_text_only=self._model.serves_text_only,
             implementation=cell.implementation,
+            score_recipe=self._model.scores.name,
         )
 
     async def _generate(

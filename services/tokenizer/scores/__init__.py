@@ -1,0 +1,1 @@
+"""How a query and a document become the prompt whose next token rates them: the recipes of rerankers."""
