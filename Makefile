@@ -104,7 +104,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' Makefile
 
 run: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) ## serve the model on this machine, answer one prompt, keep serving
-	@$(ANSWER_ONE_PROMPT) --scheduler-listen=127.0.0.1:50052
+	@$(ANSWER_ONE_PROMPT) --scheduler-listen=127.0.0.1:50052 --generic-tools
 
 demo: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) ## the same, and stop after the answer
 	@$(ANSWER_ONE_PROMPT) --exit-after-prompt

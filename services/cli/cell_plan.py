@@ -38,6 +38,8 @@ def plan_services(
     if settings.is_coupled:
         scheduler_links.append("--coupled")
     tokenizer_links = [*settings.client_port_flags(), f"--scheduler={cell}", f"--model-dir={settings.model_dir}", drain]
+    if settings.generic_tools:
+        tokenizer_links.append("--generic-tools")
     scheduler_flags = (*scheduler_links, *shared_flags, *service_flags.get("scheduler", ()))
     tokenizer_flags = (*tokenizer_links, *shared_flags, *service_flags.get("tokenizer", ()))
     return [

@@ -68,6 +68,10 @@ class ServeSettings(LauncherSettings, HttpPortSettings):
         description="Address of the HTTP API (OpenAI's): unix:PATH, HOST:PORT on loopback, or with TLS any HOST:PORT. "
         f"{DEFAULT_HTTP_ADDRESS} if not set, unless --no-http is.",
     )
+    generic_tools: bool = Field(
+        default=False,
+        description="Whether a model whose chat template takes no tools gets them too; see the tokenizer's.",
+    )
     scheduler_listen: LocalAddress | None = Field(
         default=None,
         description="Scheduler address for clients that send token ids, HOST:PORT on loopback or unix:PATH; private if "

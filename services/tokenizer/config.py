@@ -156,10 +156,16 @@ class TokenizerSettings(SchedulerLossSettings, ProcessSettings, HttpPortSettings
         "glm4",
         "qwen3_coder",
         "mistral",
+        "generic",
     ] = Field(
         default="auto",
         description="Parser that splits chat replies into text, reasoning and tool calls; auto picks the one that fits "
         "the chat template.",
+    )
+    generic_tools: bool = Field(
+        default=False,
+        description="Whether a model whose chat template takes no tools gets them too, in a message of the prompt, and "
+        "calls them as the parser `generic` reads it; otherwise requests with tools are refused.",
     )
 
     score_template: str | None = Field(
@@ -194,6 +200,12 @@ class TokenizerSettings(SchedulerLossSettings, ProcessSettings, HttpPortSettings
         needs_labels = self.score_template is not None and self.score_template not in KNOWN_RECIPES
         if len(set(self.score_labels)) != (2 if needs_labels else 0):
             raise ValueError("score_labels must be two different tokens with a score_template from a file, else none")
+        return self
+
+    @model_validator(mode="after")
+    def _check_generic_tools(self) -> Self:
+        if self.generic_tools and self.reply_parser not in ("auto", "generic"):
+            raise ValueError(f"--generic-tools cannot be used with --reply-parser {self.reply_parser}")
         return self
 
     @property

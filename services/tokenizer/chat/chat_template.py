@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from services.tokenizer.chat.conversation import Conversation, Tool
 from services.tokenizer.chat.deepseek_v32_template import DEEPSEEK_V32_TEMPLATE
+from services.tokenizer.chat.generic_tools_template import TOOL_ROLES, with_generic_tools
 from services.tokenizer.chat.message_forms import Guard, TemplateFeatures, message_fields
 from services.tokenizer.chat.template_renderer import Renderer, RendererMaker, TemplateRenderer
 from services.tokenizer.chat.template_rendering import RenderError
@@ -61,6 +63,11 @@ class ChatTemplate:
     def takes_tools(self) -> bool:
         """Whether the prompt lists tools."""
         return self._features.takes_tools
+
+    @property
+    def shows_calls(self) -> bool:
+        """Whether the prompt shows calls, in some form."""
+        return not self._features.loses_calls
 
     @property
     def variables(self) -> frozenset[str]:
@@ -128,29 +135,61 @@ def load_chat_template(
     timeout_s: float,
     architecture: str = "",
     make_renderer: RendererMaker = TemplateRenderer,
+    lacks_tools: Callable[[ChatTemplate], bool] = lambda _: False,
 ) -> ChatTemplate | None:
     """The tokenizer's template after a trial, or else the one for its architecture.
 
-    None if there is none that takes conversations without tools.
+    None if there is none that takes conversations without tools. One that `lacks_tools` gets generic ones, if it takes
+    a message that lists them.
 
     Raises:
         ModelDirectoryError: the template fails its trial.
     """
-    sources = {name: tokenizer.templates[name] for name in ("default", "tool_use") if name in tokenizer.templates}
+    sources: dict[str, str] = {
+        name: tokenizer.templates[name] for name in ("default", "tool_use") if name in tokenizer.templates
+    }
     if "default" not in sources:
         if architecture not in _TEMPLATES:
             return None
         logger.info("the directory has no chat template, a built-in one is used", extra={"architecture": architecture})
         sources = {"default": _TEMPLATES[architecture]}
-    needs_tools = {each: name == "tool_use" for name, each in sources.items()}
-    renderer = make_renderer(needs_tools, tokenizer.special_tokens, cpu_s=timeout_s)
+
+    def make(sources: Mapping[str, str]) -> ChatTemplate:
+        needs_tools = {each: name == "tool_use" for name, each in sources.items()}
+        return _tried(sources, make_renderer(needs_tools, tokenizer.special_tokens, cpu_s=timeout_s))
+
+    template = make(sources)
+    if not lacks_tools(template):
+        return template
+    generic = _with_generic_tools(sources["default"], make)
+    if generic is None:
+        logger.warning("the chat template cannot show tools in any message, and requests with tools are refused")
+        return template
+    template.close()
+    return generic
+
+
+def _tried(sources: Mapping[str, str], renderer: Renderer) -> ChatTemplate:
+    """A template after the trial of its sources, `default` and perhaps `tool_use`; raises as `load_chat_template`."""
     try:
-        tried = [renderer.try_template(each) for each in needs_tools]
+        tried = [renderer.try_template(each) for each in sources.values()]
     except ModelDirectoryError:
         renderer.close()
         raise
     features = replace(tried[-1], variables=tuple(sorted({name for each in tried for name in each.variables})))
     return ChatTemplate(sources["default"], renderer, tools_source=sources.get("tool_use"), features=features)
+
+
+def _with_generic_tools(source: str, make: Callable[[Mapping[str, str]], ChatTemplate]) -> ChatTemplate | None:
+    """The template with generic tools, where it shows them and their calls; else None."""
+    for role in TOOL_ROLES:
+        with contextlib.suppress(ModelDirectoryError):
+            template = make({"default": with_generic_tools(source, role)})
+            if template.takes_tools and template.shows_calls:
+                logger.info("the chat template takes no tools, they are in a message", extra={"role": role})
+                return template
+            template.close()
+    return None
 
 
 def _lost(conversation: Conversation, features: TemplateFeatures) -> Iterator[Violation]:

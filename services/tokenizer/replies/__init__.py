@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from services.tokenizer.chat.generic_tools_template import GENERIC_MARK
 from services.tokenizer.replies.families import kimi_k2
 from services.tokenizer.replies.families.deepseek_v3 import CALLS_BEGIN, DeepseekV3Parser
 from services.tokenizer.replies.families.deepseek_v32 import DSML, DeepseekV32Parser
+from services.tokenizer.replies.families.generic import GenericParser
 from services.tokenizer.replies.families.glm4 import KEY_BEGIN, Glm4Parser
 from services.tokenizer.replies.families.harmony import CHANNEL, HarmonyParser
 from services.tokenizer.replies.families.hermes import HermesParser
@@ -40,10 +42,12 @@ REPLY_PARSERS: dict[str, type[ReplyParser]] = {
     "glm4": Glm4Parser,
     "qwen3_coder": Qwen3CoderParser,
     "mistral": MistralParser,
+    "generic": GenericParser,
 }
 
 # Strings that only the templates of one family contain together; the first that are all found decide.
 _TEMPLATE_MARKS = (
+    ((GENERIC_MARK,), "generic"),
     ((CHANNEL,), "harmony"),
     ((DSML,), "deepseek_v32"),
     ((CALLS_BEGIN,), "deepseek_v3"),

@@ -31,6 +31,7 @@ class ThinkMarkup:
 # Markup by parser. Harmony's messages and families without reasoning are not marked like this.
 THINK_MARKUP: dict[str, ThinkMarkup] = {
     "hermes": ThinkMarkup("<think>", "</think>", "\n\n"),
+    "generic": ThinkMarkup("<think>", "</think>", "\n\n"),
     "deepseek_v3": ThinkMarkup("<think>", "</think>"),
     "deepseek_v32": ThinkMarkup("<think>", "</think>"),
     "kimi_k2": ThinkMarkup("<think>", "</think>"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 from services.tokenizer.chat.chat_template import load_chat_template
 from services.tokenizer.chat.template_renderer import RendererMaker, TemplateRenderer
@@ -12,7 +13,7 @@ from services.tokenizer.grammar.grammar_child import TrialLimits
 from services.tokenizer.grammar.structured_output import FormCompiler
 from services.tokenizer.request.model_checks import can_compile_grammars, warn_of_unknown_tokens
 from services.tokenizer.request.prompts import PromptEncoder
-from services.tokenizer.request.reply_parsers import ReplyParsers, load_reply_parsers
+from services.tokenizer.request.reply_parsers import ReplyParsers, lacks_tools, load_reply_parsers
 from services.tokenizer.scores.find_recipe import RecipeFinder
 from services.tokenizer.scores.recipe import Scores
 from services.tokenizer.text.detokenizer import TokenTexts, make_token_texts
@@ -88,6 +89,7 @@ def load_model(settings: TokenizerSettings, *, make_renderer: RendererMaker = Te
             timeout_s=settings.template_timeout_s,
             architecture=architecture,
             make_renderer=make_renderer,
+            lacks_tools=partial(lacks_tools, architecture) if settings.generic_tools else lambda _: False,
         )
     )
     prompts = PromptEncoder(encoder, template, num_threads=settings.num_encode_threads)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from services.tokenizer.chat.chat_template import ChatTemplate
 from services.tokenizer.chat.conversation import Conversation
 from services.tokenizer.replies import ReplyParser, ReplySetting, choose_reply_parser, make_reply_parser
 from services.tokenizer.replies.grammars.call_grammars import CALL_GRAMMARS, GrammarRequest
 from services.tokenizer.replies.grammars.reply_grammar import ReplyGrammar, reply_grammar
-from services.tokenizer.replies.openings import Opening, opening_inside, opening_of, reasons
+from services.tokenizer.replies.openings import THINK_MARKUP, Opening, opening_inside, opening_of, reasons
 from services.tokenizer.request.prompts import PromptEncoder
 
 _PLAIN = "none"
+_GENERIC = "generic"
 
 
 class ReplyParsers:
@@ -94,3 +96,14 @@ def load_reply_parsers(architecture: str, prompts: PromptEncoder, *, name: str) 
     if name == "auto":
         name = choose_reply_parser(architecture, prompts.template_text)
     return ReplyParsers(name, prompts)
+
+
+def lacks_tools(architecture: str, template: ChatTemplate) -> bool:
+    """Whether a model can only be given generic tools: its template lists none, or its calls are in no known format.
+
+    A family that marks reasoning otherwise than generic replies do stays without.
+    """
+    name = choose_reply_parser(architecture, template.text)
+    markup, generic = THINK_MARKUP.get(name), THINK_MARKUP[_GENERIC]
+    reads_reasoning = markup is None or (markup.begin, markup.end) == (generic.begin, generic.end)
+    return reads_reasoning and not (template.takes_tools and name in CALL_GRAMMARS)

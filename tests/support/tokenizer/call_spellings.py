@@ -144,6 +144,8 @@ FAMILIES: dict[str, Family | None] = {
         omitted=("\n</parameter>", "</function>\n", "\n</tool_call>", "<tool_call>\n"),
     ),
     "mistral": Family(_mistral, (), lambda calls: f"[TOOL_CALLS]{calls}"),
+    # Tags as Hermes has them.
+    "generic": Family(_hermes, ("\n</tool_call>",), lambda calls: f"<tool_call>\n{calls}\n</tool_call>"),
 }
 
 # A spelling: its label, the reply, and the calls in it with their arguments.
@@ -263,6 +265,11 @@ def _special(name: str, weather: list[tuple[str, str]]) -> Iterator[Spelling]:
             yield header, f"{header}<|message|>{CITY}<|call|>", weather
     elif name == "llama3_json":
         yield "after the tag", f"<|python_tag|>{_llama3('get_weather', CITY)}", weather
+    elif name == "generic":
+        bare = f'{{"name": "get_weather", "arguments": {CITY}}}'
+        yield "bare", bare, weather
+        yield "a bare list", f"\n[{bare}, {bare}]", weather * 2
+        yield "in a fence", f"```json\n{bare}\n```", weather
     elif name == "kimi_k2":
         text = _kimi("get_time", "").replace("<|tool_call_argument_begin|>", "")
         yield "an id alone", text, [("get_time", "{}")]
@@ -309,6 +316,7 @@ def texts(name: str) -> Iterator[tuple[str, str, str]]:
 def _tags(name: str) -> tuple[str, ...]:
     return {
         "hermes": ("<tool_call>",),
+        "generic": ("<tool_call>", '{"name"'),
         "glm4": ("<tool_call>", "<arg_key>"),
         "qwen3_coder": ("<tool_call>", "<function=get_time>"),
         "deepseek_v3": ("<｜tool▁calls▁begin｜>",),

@@ -6,6 +6,8 @@ The published ones are read by `tests/writers/test_published_templates.py`.
 from __future__ import annotations
 
 from services.tokenizer.chat.deepseek_v32_template import DEEPSEEK_V32_TEMPLATE
+from services.tokenizer.chat.generic_tools_template import with_generic_tools
+from tests.support.models.tiny_tokenizer import CHATML
 from tests.support.models.tool_caller import TEMPLATE as TOOL_CALLER
 from tests.support.tokenizer.call_templates import CALLS_AS_OBJECTS, CALLS_AS_TEXT, ONE_CALL, SHORT_IDS
 from tests.support.tokenizer.gemma_template import GEMMA_TEMPLATE
@@ -72,4 +74,7 @@ TEMPLATES = {
     "calls alone": CALLS_ALONE,
     "first alone": FIRST_ALONE,
     "system first": SYSTEM_FIRST,
+    "Gemma 3 with generic tools": with_generic_tools(GEMMA_TEMPLATE, "system"),
+    "ChatML with generic tools": with_generic_tools(CHATML, "system"),
+    "ChatML with generic tools of the user": with_generic_tools(CHATML, "user"),
 }

@@ -26,6 +26,7 @@ HOSTILE_VALUES = ("NaN", "-Infinity", "1e999", "-0.10", "12345678901234567890", 
 
 THINK_MARKERS = {
     "hermes": ("<think>", "</think>"),
+    "generic": ("<think>", "</think>"),
     "deepseek_v3": ("<think>", "</think>"),
     "deepseek_v32": ("<think>", "</think>"),
     "glm4": ("<think>", "</think>"),
@@ -50,7 +51,7 @@ def call_text(name: str, string: str, value: str) -> str:  # noqa: PLR0911 - one
     """A call of `LOOK` in the family's own markup; `string` and `value` are as a model writes them in JSON."""
     arguments = f'{{"a": "{string}", "n": {value}}}'
     match name:
-        case "hermes":
+        case "hermes" | "generic":
             return f'<tool_call>\n{{"name": "look", "arguments": {arguments}}}\n</tool_call>'
         case "llama3_json":
             return f'{{"name": "look", "parameters": {arguments}}}'

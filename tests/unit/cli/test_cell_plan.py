@@ -96,6 +96,12 @@ def test_services_are_linked_by_sockets_and_the_worker_starts_first() -> None:
     ]
 
 
+def test_the_tokenizer_alone_is_told_of_generic_tools() -> None:
+    flags = {name: command.flags for name, command in plan("--generic-tools").items()}
+    assert [name for name, given in flags.items() if "--generic-tools" in given] == ["tokenizer"]
+    assert "--generic-tools" not in plan()["tokenizer"].flags
+
+
 def test_scheduler_and_tokenizer_drain_for_the_same_time() -> None:
     commands = plan("--drain-s=2.5")
     assert all("--drain-s=2.5" in commands[role].flags for role in ("scheduler", "tokenizer"))

@@ -116,3 +116,11 @@ def test_a_collector_needs_the_extra(
     with pytest.raises(SystemExit):
         load("--model-dir=/models/a", "--otlp-endpoint=http://127.0.0.1:4317")
     assert "pip install 'lockstep-llm[tracing]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("parser", ["none", "hermes", "harmony"])
+def test_generic_tools_are_read_by_their_own_parser(parser: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load("--model-dir=/models/a", "--generic-tools", f"--reply-parser={parser}")
+    assert f"--generic-tools cannot be used with --reply-parser {parser}" in capsys.readouterr().err
+    assert load("--model-dir=/models/a", "--generic-tools", "--reply-parser=generic").generic_tools

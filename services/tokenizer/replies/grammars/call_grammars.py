@@ -182,6 +182,7 @@ def _json(grammar: LarkGrammar, tool: Tool) -> str:
 
 CALL_GRAMMARS: dict[str, Callable[[LarkGrammar, GrammarRequest], str]] = {
     "hermes": _hermes,
+    "generic": _hermes,
     "llama3_json": _llama3_json,
     "deepseek_v3": _deepseek_v3,
     "harmony": _harmony,

@@ -110,6 +110,7 @@ def test_a_schema_that_refers_to_itself_says_nothing() -> None:
 
 THINKING = [
     ("hermes", "<think>", "</think>"),
+    ("generic", "<think>", "</think>"),
     ("deepseek_v3", "<think>", "</think>"),
     ("deepseek_v32", "<think>", "</think>"),
     ("glm4", "<think>", "</think>"),

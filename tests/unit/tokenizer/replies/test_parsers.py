@@ -246,6 +246,7 @@ def test_a_long_reply_costs_no_more_per_character(name: str) -> None:
     """Held text is not searched again with every piece."""
     opening = {
         "hermes": '<tool_call>{"arguments": {"city": "',
+        "generic": '{"arguments": {"city": "',
         "glm4": "<tool_call>get_weather<arg_key>days</arg_key><arg_value>",
     }.get(name, "")
 

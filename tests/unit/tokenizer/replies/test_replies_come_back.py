@@ -13,10 +13,12 @@ from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.chat.chat_request import check_chat
 from services.tokenizer.chat.chat_template import ChatTemplate
 from services.tokenizer.chat.deepseek_v32_template import DEEPSEEK_V32_TEMPLATE
+from services.tokenizer.chat.generic_tools_template import with_generic_tools
 from services.tokenizer.chat.template_features import find_features
 from services.tokenizer.chat.template_rendering import render_template
 from services.tokenizer.json.json_values import read_json_object
 from services.tokenizer.replies import REPLY_PARSERS, ReasoningPart, TextPart
+from tests.support.models.tiny_tokenizer import CHATML
 from tests.support.tokenizer.call_templates import CALLS_AS_OBJECTS, CALLS_AS_TEXT, ONE_CALL, SHORT_IDS, SINGLE_CALLS
 from tests.support.tokenizer.chat_templates import local_template
 from tests.support.tokenizer.kimi_templates import KIMI_K25
@@ -28,6 +30,7 @@ FAMILIES = tuple(sorted(name for name in REPLY_PARSERS if name != "none"))
 TEMPLATES = {
     "deepseek_v3": CALLS_AS_TEXT,
     "deepseek_v32": DEEPSEEK_V32_TEMPLATE,
+    "generic": with_generic_tools(CHATML, "system"),
     "harmony": ONE_CALL,
     "kimi_k2": KIMI_K25,
     "llama3_json": SINGLE_CALLS,

@@ -46,6 +46,7 @@ TOOLS = [{"name": "look", "parameters": '{"type": "object", "properties": {"a": 
 # By parser: what the template adds to the prompt so that reasoning is open, and the token that closes it.
 REASONERS = {
     "hermes": ("<think>\n", "</think>"),
+    "generic": ("<think>\n", "</think>"),
     "deepseek_v3": ("<think>", "</think>"),
     "glm4": ("<think>", "</think>"),
     "harmony": ("", "<|end|>"),
@@ -287,9 +288,10 @@ async def test_beside_tools_the_answer_is_a_call_or_the_form(
 ) -> None:
     end, close = REASONERS[name]
     model_dir = reasoners[name, end]
-    after = {"hermes": "\n\n", "glm4": "\n", "deepseek_v3": ""}.get(name)
+    after = {"hermes": "\n\n", "generic": "\n\n", "glm4": "\n", "deepseek_v3": ""}.get(name)
     calls = {
         "hermes": "<tool_call>",
+        "generic": "<tool_call>",
         "glm4": "<tool_call>",
         "deepseek_v3": "<｜tool▁calls▁begin｜>",
         "harmony": "<|channel|>commentary",

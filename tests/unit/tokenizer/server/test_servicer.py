@@ -474,6 +474,30 @@ async def test_the_parsers_of_replies_are_named(
     assert (first.__dict__["tool_parser"], first.__dict__["reasoning_parser"]) == ("harmony", "harmony")
 
 
+async def test_generic_tools_are_in_the_prompt_and_said(
+    model_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat = tokenizer_pb2.Chat(
+        messages=[{"role": tokenizer_pb2.ROLE_USER, "content": "Hi"}], tools=[{"name": "look", "parameters": "{}"}]
+    )
+    digests = []
+    for generic_tools in (False, True):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            async with run_tokenizer_service(model_dir, tmp_path, generic_tools=generic_tools) as service:
+                await service.link()
+                info = await service.stub.GetModelInfo(tokenizer_pb2.GetModelInfoRequest())
+                # The prompt with tools is longer than the small model's context.
+                why = "the text has at least .* tokens" if generic_tools else "takes no tools"
+                with pytest.raises(grpc.aio.AioRpcError, match=why):
+                    await service.stub.RenderChat(tokenizer_pb2.RenderChatRequest(chat=chat))
+        read = next(record for record in caplog.records if record.getMessage() == "model read").__dict__
+        assert read["tool_parser"] == info.tool_parser == ("generic" if generic_tools else "")
+        digests.append((info.model_digest, read["chat_template"]))
+    (model, template), (same_model, other_template) = digests
+    assert (model == same_model, template == other_template) == (True, False)
+
+
 async def test_a_model_of_which_only_the_text_is_served_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -103,7 +103,7 @@ def test_one_call_is_exactly_one_call_of_that_tool(name: str) -> None:
 
 
 @pytest.mark.parametrize("has_markup", [True, False])
-@pytest.mark.parametrize("name", ["hermes", "deepseek_v3", "kimi_k2", "glm4"])
+@pytest.mark.parametrize("name", ["hermes", "generic", "deepseek_v3", "kimi_k2", "glm4"])
 def test_reasoning_that_the_prompt_opened_comes_before_the_calls(name: str, has_markup: bool) -> None:
     prompt = "assistant\n<think>\n"
     grammar = tool_call_grammar(name, request(prompt=prompt, has_markup=has_markup))
