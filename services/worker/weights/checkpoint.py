@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -77,6 +78,7 @@ class CheckpointWeights(ModelWeights):
         self._known: set[str] = set()
         self._ignored_prefixes: tuple[str, ...] = ()
         self._ignored_suffixes = self._config.unused_suffixes
+        self._ignored_patterns: tuple[re.Pattern[str], ...] = ()
         self._costs = FormatCosts(formats.kept)
 
     def __contains__(self, name: str) -> bool:
@@ -166,19 +168,25 @@ class CheckpointWeights(ModelWeights):
         return not all(torch.equal(ours[rows].to(self.dtype), theirs[rows].to(self.dtype)) for rows in blocks)
 
     @override
-    def ignore(self, *, prefixes: Sequence[str] = (), suffixes: Sequence[str] = ()) -> None:
+    def ignore(
+        self, *, prefixes: Sequence[str] = (), suffixes: Sequence[str] = (), patterns: Sequence[str] = ()
+    ) -> None:
         self._ignored_prefixes += tuple(prefixes)
         self._ignored_suffixes += tuple(suffixes)
+        self._ignored_patterns += tuple(map(re.compile, patterns))
 
     def check_complete(self) -> None:
         """See `ModelWeights`. Logs what each format costs."""
         for name in self._files.names:
-            is_ignored = name.startswith(self._ignored_prefixes) or name.endswith(self._ignored_suffixes)
-            if name not in self._known and not is_ignored and not self._adds_nothing(name):
+            if name not in self._known and not self._is_ignored(name) and not self._adds_nothing(name):
                 self._problems.add(_UNEXPECTED, name)
         if self._problems:
             raise self._error()
         self._costs.log()
+
+    def _is_ignored(self, name: str) -> bool:
+        has_end = name.startswith(self._ignored_prefixes) or name.endswith(self._ignored_suffixes)
+        return has_end or any(pattern.search(name) for pattern in self._ignored_patterns)
 
     def _adds_nothing(self, name: str) -> bool:
         """Whether transformers (an empty tensor) or AutoGPTQ (a bias of zeros) writes it for a part that is absent."""

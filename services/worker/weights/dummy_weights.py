@@ -126,7 +126,9 @@ class DummyWeights(ModelWeights):
     def differ(self, name: str, other: str) -> bool:
         return False
 
-    def ignore(self, *, prefixes: Sequence[str] = (), suffixes: Sequence[str] = ()) -> None:
+    def ignore(
+        self, *, prefixes: Sequence[str] = (), suffixes: Sequence[str] = (), patterns: Sequence[str] = ()
+    ) -> None:
         """See `ModelWeights`; does nothing."""
 
     def check_complete(self) -> None:

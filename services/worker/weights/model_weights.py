@@ -152,8 +152,16 @@ class ModelWeights(Protocol):
     def differ(self, name: str, other: str) -> bool:
         """Whether both tensors are stored, with values that differ in the model's dtype. Counts as a read of `name`."""
 
-    def ignore(self, *, prefixes: Sequence[str] = (), suffixes: Sequence[str] = ()) -> None:
-        """Allow tensors with these prefixes or suffixes to stay unread; any other unread tensor is an error."""
+    def ignore(
+        self, *, prefixes: Sequence[str] = (), suffixes: Sequence[str] = (), patterns: Sequence[str] = ()
+    ) -> None:
+        """Allow tensors to stay unread; any other unread tensor is an error.
+
+        Args:
+            prefixes: How their names begin.
+            suffixes: How their names end.
+            patterns: Regular expressions that match anywhere in their names.
+        """
 
     def check_complete(self) -> None:
         """End the load: check that every stored tensor was read or ignored, and all reads were correct.

@@ -101,7 +101,9 @@ class PlannedWeights(ModelWeights):
     def differ(self, name: str, other: str) -> bool:
         return False
 
-    def ignore(self, *, prefixes: Sequence[str] = (), suffixes: Sequence[str] = ()) -> None:
+    def ignore(
+        self, *, prefixes: Sequence[str] = (), suffixes: Sequence[str] = (), patterns: Sequence[str] = ()
+    ) -> None:
         """See `ModelWeights`; does nothing."""
 
     def check_complete(self) -> None:

@@ -152,8 +152,10 @@ class RecordedWeights(ModelWeights):
         return answer
 
     @override
-    def ignore(self, *, prefixes: Sequence[str] = (), suffixes: Sequence[str] = ()) -> None:
-        self._weights.ignore(prefixes=prefixes, suffixes=suffixes)
+    def ignore(
+        self, *, prefixes: Sequence[str] = (), suffixes: Sequence[str] = (), patterns: Sequence[str] = ()
+    ) -> None:
+        self._weights.ignore(prefixes=prefixes, suffixes=suffixes, patterns=patterns)
 
     @override
     def check_complete(self) -> None:

@@ -135,7 +135,9 @@ class ReplayedWeights(ModelWeights):
         return bool(self._next("differ", name))
 
     @override
-    def ignore(self, *, prefixes: Sequence[str] = (), suffixes: Sequence[str] = ()) -> None:
+    def ignore(
+        self, *, prefixes: Sequence[str] = (), suffixes: Sequence[str] = (), patterns: Sequence[str] = ()
+    ) -> None:
         """Nothing: what was recorded was complete."""
 
     @override

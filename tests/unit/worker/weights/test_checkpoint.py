@@ -141,6 +141,10 @@ def test_ignored_tensors_may_be_left_unread(tmp_path: Path) -> None:
         weights.ignore(prefixes=["model.layers.61."])
         weights.ignore(suffixes=["inv_freq"])
         weights.check_complete()
+    with weights_of(tmp_path, tensors) as (weights, _):
+        read_all(weights)
+        weights.ignore(patterns=[r"layers\.61\.", r"^rotary"])
+        weights.check_complete()
 
 
 def test_after_a_problem_shapes_are_still_right_and_everything_else_is_still_checked(tmp_path: Path) -> None:
