@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from shared.model_files.model_dir import (
@@ -72,6 +72,9 @@ TRANSFORMERS_ARCHITECTURES = (
 )
 """What is tested with transformers' code, beside `ARCHITECTURES`."""
 
+_GGUF = "gguf"
+"""The `quant_method` of blocks that `lockstep import` keeps."""
+
 TESTED_TRANSFORMERS = ("5.23",)
 """The releases of transformers with which that was tested."""
 
@@ -80,15 +83,14 @@ def implementation_of(config: Mapping[str, Any], wanted: WantedImplementation) -
     """Whose code computes the model that config.json describes.
 
     Raises:
-        ModelDirectoryError: none does that is wanted; the message says which architectures are served.
+        ModelDirectoryError: none does that is wanted; the message says which architectures are served, or what else
+            transformers' code is not run for.
     """
     names = architectures_of(config)
-    if wanted == "transformers":
-        if text := [name for name in names[:1] if name in TEXT_MODELS]:
-            raise ModelDirectoryError(f"{CONFIG}: only the text of {text[0]} is served, by --model-impl lockstep")
-        return "transformers"
     is_ours = any(name in ARCHITECTURES for name in names)
-    if wanted == "auto" and not is_ours and names and names[0] in TRANSFORMERS_ARCHITECTURES:
+    is_theirs = wanted == "auto" and not is_ours and bool(names) and names[0] in TRANSFORMERS_ARCHITECTURES
+    if wanted == "transformers" or is_theirs:
+        _check_generic(config, names, wanted)
         return "transformers"
     try:
         architecture_of(config)
@@ -97,6 +99,17 @@ def implementation_of(config: Mapping[str, Any], wanted: WantedImplementation) -
             raise
         raise ModelDirectoryError(f"{error}; {_advice(names[0], wanted)}") from error
     return "lockstep"
+
+
+def _check_generic(config: Mapping[str, Any], names: Sequence[str], wanted: WantedImplementation) -> None:
+    if text := [name for name in names[:1] if name in TEXT_MODELS]:
+        raise ModelDirectoryError(f"{CONFIG}: only the text of {text[0]} is served, by --model-impl lockstep")
+    quantisation = config.get("quantization_config")
+    if isinstance(quantisation, Mapping) and quantisation.get("quant_method") == _GGUF:
+        other = "" if wanted == "auto" else f", or this one without --model-impl {wanted}"
+        raise ModelDirectoryError(
+            f"{CONFIG}: GGUF's blocks are not read for transformers' code; serve a safetensors checkpoint{other}"
+        )
 
 
 def _advice(name: str, wanted: WantedImplementation) -> str:

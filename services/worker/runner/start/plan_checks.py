@@ -17,13 +17,17 @@ def check_plan(settings: WorkerSettings, plan: PlannedModel) -> None:
     Raises:
         ModelDirectoryError: it has not.
     """
-    if settings.ep and plan.model.implementation == "transformers":
+    is_generic = plan.model.implementation == "transformers"
+    if settings.ep and is_generic:
         raise ModelDirectoryError(f"{plan.model_dir}: --ep cannot split experts in transformers' code; use --tp")
     if settings.ep and not plan.has_experts:
         raise ModelDirectoryError(f"{plan.model_dir}: the model has no experts for --ep to split")
     check_activations(settings, plan.packed_formats)
     if settings.activation_quantization == "fp8" and plan.options.dummy_seed is None:
         _check_encoding(plan)
+    if settings.draft_proposer == "mtp" and is_generic:
+        reason = "transformers' code has no layers for multi-token prediction; use --draft-proposer ngram"
+        raise ModelDirectoryError(f"{plan.model_dir}: {reason}")
     if settings.draft_proposer == "mtp" and plan.model.mtp is None:
         raise ModelDirectoryError(f"{plan.model_dir}: no layers for multi-token prediction, as mtp needs")
 

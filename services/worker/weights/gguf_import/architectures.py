@@ -245,7 +245,8 @@ def architecture_of(metadata: Metadata, names: Collection[str], vocab_size: int)
     if name not in ARCHITECTURES:
         supported = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedGgufError(
-            f"has architecture {name!r}, which this release does not know, and a newer one may; supported: {supported}"
+            f"has architecture {name!r}, which this release does not know, and a newer one may; supported: "
+            f"{supported}; a family that runs transformers' code is served from a safetensors checkpoint alone"
         )
     if name == "llama" and metadata.count("expert_count", default=0):
         return _MIXTRAL

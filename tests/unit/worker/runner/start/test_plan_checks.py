@@ -34,6 +34,7 @@ from tests.support.ranks.thread_ranks import run_ranks
 
 REFERENCE = {"ops_backend": "reference", "device": "cpu"}
 TRITON = {"ops_backend": "triton", "device": "cpu"}
+GENERIC = {**REFERENCE, "model_impl": "transformers"}
 ONE_LAYER = {"num_hidden_layers": 1}
 
 
@@ -58,6 +59,17 @@ REFUSALS = {
     "no kernels for FP8": Refusal("backend reference has no kernels", {**REFERENCE, "activation_quantization": "fp8"}),
     "no prediction layers": Refusal("no layers for multi-token", {**REFERENCE, "draft_proposer": "mtp"}),
     "no kernels for int8": Refusal("backend reference has no kernels", {**REFERENCE, "quantization": "int8"}),
+    "experts in transformers' code": Refusal(
+        "--ep cannot split experts in transformers' code", {**GENERIC, "ep": True}
+    ),
+    "prediction layers in transformers' code": Refusal(
+        "transformers' code has no layers for multi-token", {**GENERIC, "draft_proposer": "mtp"}
+    ),
+    "blocks of GGUF in transformers' code": Refusal(
+        "GGUF's blocks are not read for transformers' code",
+        GENERIC,
+        {"quantization_config": {"quant_method": "gguf"}},
+    ),
     "no such cache": Refusal("kernels of reference have only", {**REFERENCE, "kv_cache_dtype": "int8"}),
     "a context above the model's": Refusal("above the model's own context", {**REFERENCE, "max_model_len": 1024}),
     "a value that is not implemented": Refusal("hidden_act", config={"hidden_act": "relu"}),

@@ -174,7 +174,7 @@ def test_an_unknown_architecture_is_refused_with_a_list_of_the_supported_ones(tm
     write_gguf(tmp_path / "tiny.gguf", "mamba")
     with pytest.raises(
         UnimportableError,
-        match=r"'mamba', which .*; supported: deepseek2, .*, llama, mistral3, qwen2, .*, qwen3vlmoe$",
+        match=r"'mamba', which .*; supported: deepseek2, .*, qwen2, .*, qwen3vlmoe; .* alone$",
     ):
         convert(tmp_path / "tiny.gguf", tmp_path / "model")
 
