@@ -4,65 +4,54 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from services.worker.models.generic.self_check import check_alone
 from services.worker.models.loader import LoadOptions, load_model
 from services.worker.ops import load_ops
 from shared.model_files.implementations import TESTED_TRANSFORMERS, TRANSFORMERS_ARCHITECTURES
 from shared.model_files.model_dir import ModelDirectoryError
-from tests.support.models.generation import Way, generate
 from tests.support.models.generic_configs import FAST, GENERIC_CONFIGS
+from tests.support.models.generic_proofs import (
+    BACKENDS,
+    WAYS,
+    ProofModels,
+    ProofRow,
+    all_rows,
+    wrong_places,
+)
 from tests.support.models.paged_model import PagedModel
-from tests.support.models.parity import SmallModel, TransformersModel, make_prompts, wrong_rows, wrong_tokens
+from tests.support.models.parity import TransformersModel, make_prompts, wrong_rows
 from tests.support.models.small_models import build_model, write_small_model
-from tests.support.pairwise import pairwise_rows
-
-NUM_TOKENS = 24
-# Shorter than a block, longer than every window, at a block's boundary.
-PROMPT_LENGTHS = (5, 70, 16)
-BACKENDS = ("cpu", "native", "reference")
-WAYS = {
-    "whole": Way(),
-    "chunks": Way(chunk_size=7),
-    "mixed": Way(chunk_size=16, is_mixed=True),
-    "prefix": Way(has_prefix=True),
-    "prefix-mixed": Way(block_size=32, chunk_size=16, is_mixed=True, has_prefix=True),
-}
+from tests.support.tables.generic_table import DOCUMENT, ProvenRows, read_data, with_table
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SmallModel]:
-    """Small models that were made so far; see `model_of`."""
-    return _Models(tmp_path_factory.mktemp("generic-models"))
+def models(tmp_path_factory: pytest.TempPathFactory) -> ProofModels:
+    return ProofModels(tmp_path_factory.mktemp("generic-models"))
 
 
-class _Models(dict[str, SmallModel]):
-    def __init__(self, directory: Path) -> None:
-        super().__init__()
-        self._directory = directory
-
-    def __missing__(self, architecture: str) -> SmallModel:
-        model = build_model(architecture, GENERIC_CONFIGS[architecture])
-        directory = write_small_model(model, self._directory / architecture)
-        self[architecture] = SmallModel(TransformersModel(model), directory)
-        return self[architecture]
+@pytest.fixture(scope="module")
+def proven() -> Iterator[ProvenRows]:
+    """The rows that have passed; if they are all, as in `make proofs`, the table is written."""
+    rows = ProvenRows()
+    yield rows
+    rows.write_if_whole()
 
 
-def cases() -> list[Any]:
-    """The fast ones, each in a way of its own on a backend of its own; all, by pairs, are left to `make proofs`."""
+def rows() -> list[Any]:
+    """The fast ones, each with values of its own; all are left to `make proofs`."""
     fast = [
-        pytest.param(name, list(WAYS)[number % len(WAYS)], BACKENDS[number % len(BACKENDS)])
+        ProofRow(name, list(WAYS)[number % len(WAYS)], BACKENDS[-number % len(BACKENDS)], 1 + number % 2)
         for number, name in enumerate(FAST)
     ]
-    pairs = pairwise_rows({"name": tuple(GENERIC_CONFIGS), "way": tuple(WAYS), "backend": BACKENDS}, seed=1)
-    proofs = [pytest.param(row["name"], row["way"], row["backend"], marks=pytest.mark.proof) for row in pairs]
-    return fast + proofs
+    proofs = [pytest.param(row, marks=pytest.mark.proof, id=str(row)) for row in all_rows() if row not in fast]
+    return [pytest.param(row, id=str(row)) for row in fast] + proofs
 
 
 def test_the_table_is_what_is_tested() -> None:
@@ -70,17 +59,18 @@ def test_the_table_is_what_is_tested() -> None:
     assert set(FAST) <= GENERIC_CONFIGS.keys()
 
 
-@pytest.mark.parametrize(("architecture", "way", "backend"), cases())
-def test_greedy_tokens_are_those_of_transformers(
-    models: dict[str, SmallModel], architecture: str, way: str, backend: str
-) -> None:
-    small = models[architecture]
-    paged = small.load(backend, block_size=WAYS[way].block_size)
-    assert paged.model.implementation == "transformers"
-    for each in generate(paged, make_prompts(PROMPT_LENGTHS), NUM_TOKENS, WAYS[way]):
-        assert wrong_tokens(small.theirs, each.prompt, each.completion) == []
-        tokens = each.prompt + each.completion
-        assert wrong_rows(each.logits, small.theirs, tokens, first=len(each.prompt) - 1) == []
+@pytest.mark.parametrize("row", rows())
+def test_greedy_tokens_are_those_of_transformers(models: ProofModels, proven: ProvenRows, row: ProofRow) -> None:
+    assert wrong_places(models, row) == []
+    proven.rows.add(row)
+    proven.whole_layers[row.architecture] = models.whole_layers(row.architecture)
+
+
+def test_the_document_has_what_was_proven() -> None:
+    data, document = read_data(), DOCUMENT.read_text(encoding="utf-8")
+    assert data["rows"] == sorted(map(str, all_rows())), "run `make proofs`"
+    assert data["transformers"].startswith(f"{TESTED_TRANSFORMERS[-1]}.")
+    assert with_table(document, data) == document, "run `make proofs`"
 
 
 def test_a_class_beyond_the_table_is_served_by_name(tmp_path: Path) -> None:
@@ -96,22 +86,9 @@ def test_a_class_beyond_the_table_is_served_by_name(tmp_path: Path) -> None:
     assert wrong_rows(paged.prefill_all(paged.add(prompt)), theirs, prompt) == []
 
 
-def test_a_model_that_mixes_the_rows_of_a_step_does_not_pass_the_check(models: dict[str, SmallModel]) -> None:
-    ops = load_ops("cpu")
-    model: Any = load_model(models["Phi3ForCausalLM"].directory, ops, torch.float32, lambda _: None).model
-    check_alone(model, ops, torch.device("cpu"))
-
-    def mix(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        return output + output.mean(1, keepdim=True)
-
-    model._base.layers[0].register_forward_hook(mix)
-    with pytest.raises(ModelDirectoryError, match="sequences that share a step change each other's logits"):
-        check_alone(model, ops, torch.device("cpu"))
-
-
 @pytest.mark.parametrize("tested", [(), TESTED_TRANSFORMERS])
 def test_a_release_of_transformers_that_is_not_tested_is_tried_first(
-    models: dict[str, SmallModel], monkeypatch: pytest.MonkeyPatch, tested: tuple[str, ...]
+    models: ProofModels, monkeypatch: pytest.MonkeyPatch, tested: tuple[str, ...]
 ) -> None:
     tried = []
 
@@ -121,7 +98,7 @@ def test_a_release_of_transformers_that_is_not_tested_is_tried_first(
 
     monkeypatch.setattr("services.worker.models.generic.load.check_alone", check)
     monkeypatch.setattr("services.worker.models.generic.load.TESTED_TRANSFORMERS", tested)
-    load_model(models["Phi3ForCausalLM"].directory, load_ops("cpu"), torch.float32, lambda _: None)
+    load_model(models.directory_of("Phi3ForCausalLM"), load_ops("cpu"), torch.float32, lambda _: None)
     assert bool(tried) is not bool(tested)
 
 

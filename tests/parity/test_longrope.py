@@ -16,15 +16,26 @@ from services.worker.layers.context_limit import ContextLimit
 from services.worker.models.loader import LoadedModel, LoadOptions, load_model
 from services.worker.ops import load_ops
 from services.worker.runner.numerics import numerics_fingerprint
+from tests.support.models.generic_configs import GENERIC_CONFIGS
 from tests.support.models.paged_model import PagedModel
 from tests.support.models.parity import TransformersModel, make_prompts, wrong_rows
 from tests.support.models.small_configs import CONTEXT_LENGTH, SMALL_CONFIGS, Config
 from tests.support.models.small_models import build_model, write_small_model
 
 ORIGINAL = 64
-# Half of what each architecture rotates: plain, wide, partly rotated and latent heads.
-NUM_PAIRS = {"LlamaForCausalLM": 8, "Qwen3ForCausalLM": 16, "Glm4MoeForCausalLM": 4, "DeepseekV3ForCausalLM": 4}
-CHANGES: dict[str, Config] = {"Qwen3ForCausalLM": {"head_dim": 32}}
+# Half of what each architecture rotates: plain, wide, partly rotated and latent heads; and with transformers' own code.
+NUM_PAIRS = {
+    "LlamaForCausalLM": 8,
+    "Qwen3ForCausalLM": 16,
+    "Glm4MoeForCausalLM": 4,
+    "DeepseekV3ForCausalLM": 4,
+    "Phi3ForCausalLM": 8,
+}
+CHANGES: dict[str, Config] = {
+    "Qwen3ForCausalLM": {"head_dim": 32},
+    # It has the number at the top, which comes before that of the rotation.
+    "Phi3ForCausalLM": {"original_max_position_embeddings": ORIGINAL},
+}
 
 
 def longrope(num_pairs: int, **changes: object) -> Config:
@@ -39,7 +50,7 @@ def longrope(num_pairs: int, **changes: object) -> Config:
 
 
 def build(architecture: str, **changes: object) -> Any:
-    plain = next(iter(SMALL_CONFIGS[architecture].values()))
+    plain = GENERIC_CONFIGS.get(architecture) or next(iter(SMALL_CONFIGS[architecture].values()))
     own = dict(plain.get("rope_parameters") or {})
     partial = {name: own[name] for name in ("partial_rotary_factor",) if name in own}
     rope = longrope(NUM_PAIRS[architecture], **partial, **changes)
@@ -79,16 +90,18 @@ def test_all_sequences_have_the_factors_of_the_context_served(
         assert wrong_rows(paged.prefill_all(paged.add(prompt)), theirs, prompt) == []
 
 
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Phi3ForCausalLM"])
 @pytest.mark.parametrize("changes", [{"attention_factor": 1.3}, {"factor": 32.0}, {"factor": 1.0}], ids=str)
-def test_cosines_are_scaled_as_in_transformers(tmp_path: Path, changes: Config) -> None:
-    model = build("LlamaForCausalLM", **changes)
+def test_cosines_are_scaled_as_in_transformers(tmp_path: Path, architecture: str, changes: Config) -> None:
+    model = build(architecture, **changes)
     loaded = load(write_small_model(model, tmp_path), None)
     paged, (prompt,) = PagedModel(loaded.model, load_ops("cpu"), num_blocks=64), make_prompts((100,))
     assert wrong_rows(paged.prefill_all(paged.add(prompt)), TransformersModel(model), prompt) == []
 
 
-def test_the_choice_is_part_of_the_model_and_of_its_numerics(tmp_path: Path) -> None:
-    directory = write_small_model(build("LlamaForCausalLM"), tmp_path)
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Phi3ForCausalLM"])
+def test_the_choice_is_part_of_the_model_and_of_its_numerics(tmp_path: Path, architecture: str) -> None:
+    directory = write_small_model(build(architecture), tmp_path)
     long, also_long, short, also_short = (load(directory, each) for each in (None, 100, ORIGINAL, 10))
     for digest in (
         lambda loaded: loaded.facts.weights_digest,

@@ -80,6 +80,14 @@ class PagedModel:
         self._fill_table(sequence)
         return sequence
 
+    def drop(self, sequence: PagedSequence) -> None:
+        """Take its blocks and its state from a sequence that shares none; the next one that needs some gets them."""
+        self._free_blocks += sequence.block_table
+        sequence.block_table = []
+        if sequence.state_slot is not None:
+            self._free_slots.append(sequence.state_slot)
+            sequence.state_slot = None
+
     def num_shared(self, sequence: PagedSequence, other: PagedSequence) -> int:
         """The number of equal full blocks at the start of both, without the last token of `sequence`.
 

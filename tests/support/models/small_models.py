@@ -83,7 +83,7 @@ def _scaled(name: str, values: Tensor, *, is_tied: bool) -> Tensor:
         return 1 + values
     if name.endswith("bias"):
         return 0.3 * values
-    if not values.numel() or (name.endswith("embed_tokens.weight") and not is_tied):
+    if not values.ndim or not values.numel() or (name.endswith("embed_tokens.weight") and not is_tied):
         return values
     is_head = name.endswith(("embed_tokens.weight", "lm_head.weight"))
     is_decisive = name.endswith(("q_proj.weight", "k_proj.weight", "q_b_proj.weight", "gate.weight", "router.weight"))

@@ -61,6 +61,11 @@ class _Rows(nn.Module):
         """Hidden states [1, n, hidden] as the base model's."""
         return _BaseOutput(last_hidden_state=cast(Any, inputs_embeds))
 
+    @property
+    def decoder(self) -> _Rows:
+        """What a class calls that asks a part of its base model, as OPT does."""
+        return self
+
 
 @dataclass(slots=True)
 class Skeleton:
@@ -167,6 +172,7 @@ def _take_apart(causal: PreTrainedModel, shard: Shard) -> Skeleton:
         raise UnservableError("it has no base model with embeddings and a head")
     skeleton = Skeleton(causal, base)
     plan = SplitPlan(causal, shard.tp.size)
+    gates = _gates(causal)
     for name, module in list(causal.named_modules()):
         if module is head:
             skeleton.head_name, skeleton.has_head_bias = name, head.bias is not None
@@ -180,13 +186,29 @@ def _take_apart(causal: PreTrainedModel, shard: Shard) -> Skeleton:
         elif hasattr(module, "is_concatenated"):
             _check_experts(name, module)
             skeleton.experts[name] = module
-        elif type(module) is nn.Linear:
+        elif type(module) is nn.Linear and name not in gates:
             placed = _place(name, module, plan.split_of(name), shard)
             skeleton.products.append(placed)
             _replace(causal, name, placed.module)
     skeleton.whole_layers = plan.whole_layers([placed.name for placed in skeleton.products])
     setattr(causal, causal.base_model_prefix, _Rows())
     return skeleton
+
+
+def _gates(causal: PreTrainedModel) -> frozenset[str]:
+    """Linear layers that weigh experts, each of them or all: they stay the class's own, and are not quantised."""
+    modules = dict(causal.named_modules())
+    blocks = {
+        name.rpartition(".")[0]: module.get_parameter("down_proj").shape[0]
+        for name, module in modules.items()
+        if hasattr(module, "is_concatenated")
+    }
+    return frozenset(
+        name
+        for block, num_experts in blocks.items()
+        for name, module in modules.items()
+        if name.startswith(f"{block}.") and type(module) is nn.Linear and module.out_features in (1, num_experts)
+    )
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

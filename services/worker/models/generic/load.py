@@ -70,9 +70,10 @@ def _load(architecture: str, config: Mapping[str, Any], shard: Shard) -> Generic
     skeleton = build_skeleton(model_class, made, shard, context_length)
     if skeleton.whole_layers and shard.weights.device.type != "meta":
         logger.info(
-            "each rank computes layers whole, with their weights, that transformers' plan gathers",
+            "each rank computes layers whole, with their weights, that transformers' plan does not split",
             extra={"layers": skeleton.whole_layers, "ranks": shard.tp.size},
         )
+    shard.weights.ignore(patterns=sorted(skeleton.causal._keys_to_ignore_on_load_unexpected or ()))
     stored = StoredNames(skeleton.causal, shard.weights)
     # Before weights are read: what fills buffers draws parameters too, which on `meta` costs nothing.
     has_long_factors = _fill_buffers(skeleton, shard.weights.device, context_length)
@@ -183,11 +184,20 @@ def _load_rest(skeleton: Skeleton, shard: Shard, names: StoredNames) -> None:
                 continue
             name = ".".join(part for part in (prefix, path, key) if part)
             dtype = torch.float32 if any(each in name for each in wide) else value.dtype
-            tensor = shard.weights.read(names.tensor(name), tuple(value.shape), dtype=dtype)
+            tensor = _read_own(module, key, names.tensor(name), shard, dtype)
             if key in module._buffers:
                 module._buffers[key] = tensor
             else:
                 module._parameters[key] = nn.Parameter(tensor, requires_grad=False)
+
+
+def _read_own(module: nn.Module, key: str, name: str, shard: Shard, dtype: torch.dtype) -> Tensor:
+    """A tensor of a module that is the class's own; the matrix of a linear layer may be stored in any format."""
+    if isinstance(module, nn.Linear) and key == "weight":
+        shape = module.out_features, module.in_features
+        return shard.weights.dense(name.removesuffix(".weight"), shape).to(dtype)
+    tensor: Tensor = module._parameters[key] if key in module._parameters else module._buffers[key]  # type: ignore[assignment]
+    return shard.weights.read(name, tuple(tensor.shape), dtype=dtype)
 
 
 def _fill_buffers(skeleton: Skeleton, device: torch.device, context_length: int) -> bool:

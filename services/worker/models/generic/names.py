@@ -42,6 +42,7 @@ class StoredNames:
         self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
         self._reversed = [each.reverse_transform() for each in reversed(self._renamings)]
         self._weights = weights
+        self._prefix = f"{model.base_model_prefix}."
 
     def tensor(self, name: str) -> str:
         """The stored name of a whole parameter or buffer.
@@ -51,8 +52,9 @@ class StoredNames:
         """
         if converter := self._converter(name):
             raise UnservableError(f"{name} is converted from {', '.join(converter.source_patterns)}")
-        if name in self._weights:
-            return name
+        # A base model that is published alone has no prefix.
+        if found := next((each for each in (name, name.removeprefix(self._prefix)) if each in self._weights), None):
+            return found
         stored = self._rename(name)
         back, _ = rename_source_key(stored, self._renamings, [])
         if back != name:
