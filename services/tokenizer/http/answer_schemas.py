@@ -74,6 +74,36 @@ _USAGE = _object(
         "completion_tokens_details": _object({"reasoning_tokens": COUNT}),
     },
 )
+_SCORES: Schema = {
+    "anyOf": [
+        _object(
+            {
+                "id": TEXT,
+                "object": _one_of("list"),
+                "created": COUNT,
+                "model": TEXT,
+                "data": _list(_object({"index": COUNT, "object": _one_of("score"), "score": NUMBER})),
+                "usage": _USAGE,
+            }
+        ),
+        _object({"object": _one_of("scoring"), "scores": _list(_list(NUMBER)), "model": TEXT, "usage": _USAGE}),
+    ]
+}
+_RANKS: Schema = {
+    "anyOf": [
+        _object(
+            {
+                "id": TEXT,
+                "model": TEXT,
+                "results": _list(
+                    _object({"index": COUNT, "relevance_score": NUMBER}, {"document": _object({"text": TEXT})})
+                ),
+                "usage": _USAGE,
+            }
+        ),
+        _list(_object({"index": COUNT, "score": NUMBER}, {"text": TEXT})),
+    ]
+}
 _RECOVERY = _object({"seed": COUNT, "resume_count": COUNT, "resume_exact": {"type": "boolean"}})
 
 
@@ -180,6 +210,8 @@ ANSWERS: dict[str, Schema] = {
     "Tokens": _object(
         {"count": COUNT, "max_model_len": COUNT, "tokens": _TOKEN_IDS, "token_strs": _or_null(_list(TEXT))}
     ),
+    "Scores": _SCORES,
+    "Ranks": _RANKS,
     "DecodedTokens": _object({"prompt": TEXT}),
     "Model": _MODEL,
     "Models": _object({"object": _one_of("list"), "data": _list(_MODEL)}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from datetime import UTC, datetime
 from functools import partial
@@ -22,15 +23,23 @@ from services.tokenizer.http.calls import JSON, AnswerForm, ApiCall
 from services.tokenizer.http.connections.access import Access
 from services.tokenizer.http.connections.bodies import read_body
 from services.tokenizer.http.connections.boundary import REQUEST_ID, log_facts
+from services.tokenizer.http.connections.clients import CLIENT
 from services.tokenizer.http.errors import any_error
 from services.tokenizer.http.fields.api_request import ApiRequest
+from services.tokenizer.http.fields.fields import ignored_header
 from services.tokenizer.http.openai.token_requests import DetokenizeRequest, EncodingRequest
 from services.tokenizer.http.page.files import Page
 from services.tokenizer.http.refusals import HttpError, invalid_field
+from services.tokenizer.http.scores.answers import rating_value
+from services.tokenizer.http.scores.requests import RatingRequest
 from services.tokenizer.json.json_values import JsonObject
+from services.tokenizer.server.generate import CallTerms
+from services.tokenizer.server.score import ScoreCall
 from services.tokenizer.tracing.request_trace import traced
+from shared.errors import DeadlinePassedError, ServiceError
 from shared.release import find_release
 from shared.request.limits import check_token_ids
+from shared.request.request_fields import read_time_left
 
 ReadT_co = TypeVar("ReadT_co", covariant=True)
 
@@ -39,6 +48,13 @@ class Reader(Protocol):
     """Reads a route's requests."""
 
     def __call__(self, value: JsonObject, request_id: str, *, is_lenient: bool) -> ApiRequest:
+        """Read a request, which the cell knows by `request_id`; raises `HttpError`. See `read_request`."""
+
+
+class RatingReader(Protocol):
+    """Reads the requests of a route that scores or ranks."""
+
+    def __call__(self, value: JsonObject, request_id: str, *, is_lenient: bool) -> RatingRequest:
         """Read a request, which the cell knows by `request_id`; raises `HttpError`. See `read_request`."""
 
 
@@ -84,6 +100,31 @@ class Handlers:
             except Exception as error:  # noqa: BLE001 - this is the HTTP boundary
                 # Here the fields have the names of this API.
                 raise any_error(error, api.names) from None
+
+    async def rate(self, request: web.Request, *, read: RatingReader) -> web.StreamResponse:
+        """Score or rank documents."""
+        backend = self._backend
+        try:
+            asked = await read_body(
+                request, partial(read, request_id=request[REQUEST_ID], is_lenient=backend.is_lenient)
+            )
+            backend.check_model(asked.model)
+        except (HttpError, ServiceError) as error:
+            reason = error.code.upper() if isinstance(error, HttpError) else error.reason
+            backend.totals.count_failure(reason)
+            raise
+        terms = CallTerms(read_time_left(asked.timeout_s), facts=log_facts(request), client=request[CLIENT])
+        call = ScoreCall(backend.model, backend.scheduler, backend.live, totals=backend.totals)
+        try:
+            async with asyncio.timeout(asked.timeout_s):
+                ratings = await call.serve(asked.message, terms)
+        except TimeoutError:
+            raise DeadlinePassedError("the request took longer than timeout_s") from None
+        except Exception as error:  # noqa: BLE001 - this is the HTTP boundary
+            raise any_error(error, asked.names) from None
+        answer = _json(rating_value(asked, ratings, backend.model_names[0]))
+        answer.headers.update(ignored_header(asked.ignored))
+        return answer
 
     async def _read(self, request: web.Request, read: Reader) -> ApiRequest:
         """Read a request's body; raises as `read_body`."""

@@ -25,6 +25,7 @@ from services.tokenizer.http.openai.whole_answers import MergedAnswer, chat_answ
 from services.tokenizer.http.openai_responses.events import ResponseEvents, ResponseObject
 from services.tokenizer.http.openai_responses.request import read_response_request
 from services.tokenizer.http.page.files import PAGE_FILES
+from services.tokenizer.http.scores.requests import read_rerank_request, read_score_request
 from services.tokenizer.http.streams.pieces import Pieces
 from services.tokenizer.tracing.request_trace import TEXT_COMPLETION
 
@@ -79,6 +80,11 @@ class Route:
         """Whether it continues prompts, whose answer may be a stream."""
         return STREAM in self.media_types
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether the metrics count what becomes of its requests: the cell computes the answers."""
+        return self.is_streamed or self.handle is Handlers.rate
+
 
 def _generation(path: str, form: AnswerForm, read: Callable[..., Any], summary: str, answer: str) -> Route:
     handle = partial(Handlers.answer, form=form)
@@ -91,7 +97,13 @@ def _question(
     return Route("POST", path, handle, summary, read, answer, errors=_GENERATION_ERRORS, note=note)
 
 
+def _rating(path: str, read: Callable[..., Any], summary: str, answer: str, note: str) -> Route:
+    return Route("POST", path, Handlers.rate, summary, read, answer, errors=_GENERATION_ERRORS, note=note)
+
+
 _AS_IN_VLLM = "as in vLLM"
+_SCORES = "by vLLM's fields or SGLang's; [scores](#scores-over-http)"
+_RANKS = "by Jina's and Cohere's fields or TEI's; [scores](#scores-over-http)"
 _LENGTH = "with `max_model_len`, by each `--served-model-name`"
 
 ROUTES = (
@@ -121,6 +133,14 @@ ROUTES = (
     _question("/tokenize", Handlers.tokenize, read_tokenize_request, "Encode a text or a chat", "Tokens", _AS_IN_VLLM),
     _question(
         "/detokenize", Handlers.detokenize, read_detokenize_request, "Decode token ids", "DecodedTokens", _AS_IN_VLLM
+    ),
+    *(
+        _rating(path, read_score_request, "Rate texts by the model's recipe or by labels", "Scores", _SCORES)
+        for path in ("/v1/score", "/score")
+    ),
+    *(
+        _rating(path, read_rerank_request, "Rank documents by how well they fit a query", "Ranks", _RANKS)
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
     ),
     Route("GET", "/v1/models", Handlers.models, "List the model's names", answer="Models", errors=(503,), note=_LENGTH),
     Route(
@@ -192,8 +212,6 @@ ROUTES = (
 # Other parts of OpenAI's, Anthropic's and vLLM's APIs, which are refused by name.
 NOT_SUPPORTED = (
     "/v1/embeddings",
-    "/v1/score",
-    "/v1/rerank",
     "/v1/messages/batches",
     "/v1/images/generations",
     "/v1/images/edits",
@@ -208,6 +226,4 @@ NOT_SUPPORTED = (
     "/v1/unload_lora_adapter",
     "/pooling",
     "/classify",
-    "/score",
-    "/rerank",
 )

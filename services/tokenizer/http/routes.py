@@ -37,7 +37,7 @@ _MAX_LARGE_BODIES = 2
 # A cell has started by then, from which the process that reads them would take half a second of CPU time.
 _WARM_UP_AFTER_S = 10.0
 _AUDIENCES = {route.path: route.audience for route in ROUTES}
-_STREAMED = frozenset(route.path for route in ROUTES if route.is_streamed)
+_COUNTED = frozenset(route.path for route in ROUTES if route.is_counted)
 
 
 def make_app(
@@ -78,7 +78,7 @@ def _definition(route: Route, handlers: Handlers) -> web.RouteDef:
 
 
 def _admit(backend: Backend, request: web.Request, open_requests: FairRoom) -> Client:
-    """Who sends a request; see `find_client` and `check_room`. A refused completion is counted."""
+    """Who sends a request; see `find_client` and `check_room`. A refused request for the cell is counted."""
     resource = request.match_info.route.resource
     audience = _AUDIENCES.get(resource.canonical, Audience.CLIENTS) if resource is not None else Audience.CLIENTS
     try:
@@ -86,7 +86,7 @@ def _admit(backend: Backend, request: web.Request, open_requests: FairRoom) -> C
         check_room(client, open_requests)
         return client
     except (UnauthenticatedError, TenantLimitError) as error:
-        if request.path in _STREAMED:
+        if request.path in _COUNTED:
             backend.totals.count_failure(error.reason)
         raise
 

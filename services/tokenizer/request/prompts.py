@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -16,7 +17,7 @@ from services.tokenizer.text.control_tokens import texts_in
 from services.tokenizer.text.encoder import Encoder
 from services.tokenizer.text.encoding_pools import MAX_WORK_S, EncodingPool, EncodingPools
 from services.tokenizer.text_size import check_text
-from shared.errors import PromptTooLongError, TemplateFailedError
+from shared.errors import InvalidRequestError, PromptTooLongError, TemplateFailedError
 
 
 class PromptEncoder:
@@ -105,7 +106,12 @@ class PromptEncoder:
             _, token_ids = await self.render_chat(prompt, context_length)
             return token_ids
         if isinstance(prompt, ScorePair):
-            _, token_ids = await self.render_chat(prompt.conversation, context_length, template=prompt.template)
+            try:
+                _, token_ids = await self.render_chat(prompt.conversation, context_length, template=prompt.template)
+            except InvalidRequestError as error:
+                # The messages that its violations name are none of the client's.
+                violations = [replace(violation, field="pairs.documents") for violation in error.violations]
+                raise InvalidRequestError.from_violations(violations) from None
             return token_ids
         return prompt
 

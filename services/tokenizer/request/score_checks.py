@@ -9,7 +9,7 @@ import numpy as np
 from lockstep.v1 import common_pb2, tokenizer_pb2
 from services.tokenizer.request.checks import AnswerForm, CheckedRequest, Prompt, check_prompt_list, text_bytes
 from services.tokenizer.scores.recipe import Scores
-from services.tokenizer.text_size import check_text_bytes
+from services.tokenizer.text_size import MAX_ITEMS, check_text_bytes
 from shared.errors import InvalidRequestError, ModelNotFoundError, Violation
 from shared.request.limits import ModelLimits, check_token_ids
 from shared.request.request_fields import (
@@ -23,7 +23,6 @@ from shared.request.request_fields import (
 from shared.request.sampling_params import MAX_LOGPROBS
 from shared.tenants.client_keys import ANY_CLIENT, Client
 
-MAX_ITEMS = 1000
 # Leaves room for the suffix "-999".
 _MAX_REQUEST_ID = 60
 # What is drawn is not looked at, and must not end the choice without log-probabilities.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc
 import pytest
 import torch
@@ -20,10 +21,12 @@ from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2
 from shared.model_files.model_dir import TOKENIZER
 from shared.network.rpc import make_channel
 from shared.network.statuses import reason_of, status_from_rpc_error
+from tests.integration.command.test_cli import run_client
 from tests.support.cells.cell import REFERENCE, Cell, start_cell
 from tests.support.cells.split_cell import run_split_cell
 from tests.support.clients.client import CellAddresses, connect
 from tests.support.models.small_models import build_small_model, write_small_model
+from tests.support.system.ports import free_port
 from tests.support.tokenizer.rerankers import PAIR_TEMPLATE, add_labels, write_reranker_files
 
 # Of the model card of Qwen3-Reranker, "Transformers Usage".
@@ -90,7 +93,7 @@ def reranker(tmp_path_factory: pytest.TempPathFactory) -> Reranker:
 @pytest.fixture(scope="module")
 def cell(reranker: Reranker) -> Iterator[Cell]:
     """A cell that knows the model by its name."""
-    with start_cell(reranker.directory, REFERENCE) as cell:
+    with start_cell(reranker.directory, REFERENCE, f"--http-listen=127.0.0.1:{free_port()}") as cell:
         yield cell
 
 
@@ -143,6 +146,47 @@ async def test_prompts_are_rated_by_labels_of_the_request(cell: Cell, reranker: 
     request = tokenizer_pb2.ScoreRequest(prompts={"prompts": items}, label_token_ids=reranker.labels)
     expected = [reranker.score_of(prompt) for prompt in prompts]
     assert scores_of(await score(cell, request)) == pytest.approx(expected, abs=TOLERANCE)
+
+
+async def test_both_doors_rate_alike(cell: Cell) -> None:
+    expected = scores_of(await score(cell, request_for(determinism="DETERMINISM_EXACT")))
+    order = sorted(range(len(expected)), key=lambda index: -expected[index])
+    common = {"query": QUERY, "determinism": "exact"}
+    async with aiohttp.ClientSession() as session:
+
+        async def post(path: str, body: dict[str, Any]) -> Any:
+            async with session.post(f"http://{cell.http_address}{path}", json=body) as answer:
+                assert answer.status == 200, await answer.text()
+                return await answer.json()
+
+        scored = await post("/v1/score", {"text_1": QUERY, "text_2": DOCUMENTS, "determinism": "exact"})
+        ranked = await post("/v2/rerank", {**common, "documents": DOCUMENTS})
+        listed = await post("/rerank", {**common, "texts": DOCUMENTS})
+    assert [each["score"] for each in scored["data"]] == expected
+    assert [(each["index"], each["relevance_score"]) for each in ranked["results"]] == [
+        (index, expected[index]) for index in order
+    ]
+    assert [(each["index"], each["score"]) for each in listed] == [(index, expected[index]) for index in order]
+
+
+@pytest.mark.parametrize("by_stdin", [False, True])
+def test_the_command_ranks_documents(cell: Cell, reranker: Reranker, *, by_stdin: bool) -> None:
+    documents = ["the fox", "the dog", "x"]
+    given, stdin = ([], "\n".join(documents) + "\n\n") if by_stdin else (documents, "")
+    result = run_client("rerank", f"--target={cell.address}", "--top-n=2", QUERY, *given, stdin=stdin)
+    assert (result.returncode, result.stderr) == (0, "")
+    expected = {document: reranker.card_score(QUERY, document) for document in documents}
+    lines = [line.split("\t") for line in result.stdout.splitlines()]
+    assert [text for _, _, text in lines] == sorted(documents, key=lambda each: -expected[each])[:2]
+    for score_text, index, text in lines:
+        assert documents[int(index)] == text
+        assert float(score_text) == pytest.approx(expected[text], abs=TOLERANCE)
+
+
+def test_the_command_tells_why_a_model_ranks_nothing(tiny_cell: Cell) -> None:
+    result = run_client("rerank", f"--target={tiny_cell.address}", QUERY, "a")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("error: INVALID_ARGUMENT INVALID_REQUEST: pairs: the model has no recipe")
 
 
 async def test_a_directory_without_a_recipe_is_not_guessed(tiny_cell: Cell) -> None:

@@ -149,6 +149,10 @@ REFUSED: Mapping[str, tuple[JsonValue, ...]] = {
     "repetition_detection": (),
     "stream_interval": (1,),
     "return_logprobs_as_token_ids": (False,),
+    # Those of rerankers' services.
+    "max_tokens_per_doc": (),
+    "max_chunks_per_doc": (),
+    "rank_fields": (),
     # SGLang's.
     "separate_reasoning": (True,),
     "stream_reasoning": (True,),

@@ -135,7 +135,7 @@ def make_message(fields: ControlFields, request_id: str, form: AnswerForm | None
         request_id=request_id,
         sampling=_sampling(fields),
         stop=fields.stop,
-        priority=_priority(fields.priority or 0),
+        priority=priority_of(fields.priority or 0),
         cache_salt=fields.cache_salt,
         bad_words=fields.bad_words,
         include_stop=fields.include_stop_str_in_output,
@@ -197,7 +197,7 @@ def _top_k(top_k: int | None) -> int | None:
     return max(top_k, 0)
 
 
-def _priority(priority: int) -> common_pb2.Priority:
+def priority_of(priority: int) -> common_pb2.Priority:
     """As in vLLM, smaller numbers come first."""
     if priority == 0:
         return common_pb2.PRIORITY_NORMAL

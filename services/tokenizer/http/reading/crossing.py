@@ -18,6 +18,7 @@ from services.tokenizer.http.fields.field_names import FieldNames, MessagesNames
 from services.tokenizer.http.openai.token_requests import DetokenizeRequest, EncodingRequest
 from services.tokenizer.http.openai_responses.request import ResponseOptions
 from services.tokenizer.http.openai_responses.tools import ToolKind
+from services.tokenizer.http.scores.requests import RatingNames, RatingRequest
 
 _KINDS: dict[str, type] = {
     kind.__name__: kind
@@ -28,13 +29,16 @@ _KINDS: dict[str, type] = {
         EncodingRequest,
         FieldNames,
         MessagesNames,
+        RatingNames,
+        RatingRequest,
         ResponseOptions,
         ResponsesNames,
         ToolKind,
     )
 }
 _MESSAGES: dict[str, type[Message]] = {
-    kind.DESCRIPTOR.name: kind for kind in (tokenizer_pb2.GenerateRequest, tokenizer_pb2.Prompt)
+    kind.DESCRIPTOR.name: kind
+    for kind in (tokenizer_pb2.GenerateRequest, tokenizer_pb2.Prompt, tokenizer_pb2.ScoreRequest)
 }
 _PLAIN = (bool, int, float, str, bytes, type(None))
 

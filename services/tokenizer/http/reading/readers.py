@@ -24,6 +24,14 @@ from services.tokenizer.http.openai.token_requests import (
     read_tokenize_request,
 )
 from services.tokenizer.http.openai_responses.request import ResponseFields, read_response_request
+from services.tokenizer.http.scores.requests import (
+    ItemScoreFields,
+    RerankFields,
+    ScoreFields,
+    TextRerankFields,
+    read_rerank_request,
+    read_score_request,
+)
 
 FIELDS: Mapping[Callable[..., Any], tuple[type[Fields], ...]] = {
     read_chat_request: (ChatFields,),
@@ -31,7 +39,9 @@ FIELDS: Mapping[Callable[..., Any], tuple[type[Fields], ...]] = {
     read_count_request: (CountTokensFields,),
     read_detokenize_request: (DetokenizeFields,),
     read_messages_request: (MessagesFields,),
+    read_rerank_request: (RerankFields, TextRerankFields),
     read_response_request: (ResponseFields,),
+    read_score_request: (ScoreFields, ItemScoreFields),
     read_tokenize_request: (TokenizeFields, ChatFields),
 }
 """The forms that a body may have, one or several."""

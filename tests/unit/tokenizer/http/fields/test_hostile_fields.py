@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.anthropic.request import MessagesFields
 from services.tokenizer.http.errors import http_error
 from services.tokenizer.http.fields.fields import Fields
@@ -15,8 +16,18 @@ from services.tokenizer.http.openai.completion_request import CompletionFields, 
 from services.tokenizer.http.openai.token_requests import DetokenizeFields
 from services.tokenizer.http.openai_responses.request import ResponseFields, read_response_request
 from services.tokenizer.http.refusals import HttpError
+from services.tokenizer.http.scores.requests import (
+    ItemScoreFields,
+    RerankFields,
+    ScoreFields,
+    TextRerankFields,
+    read_rerank_request,
+    read_score_request,
+)
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.request.checks import check_request
+from services.tokenizer.request.score_checks import check_score
+from services.tokenizer.scores.recipe import Scores
 from shared.errors import ServiceError
 from shared.request.limits import ModelLimits
 from tests.support.tokenizer.http_client import MESSAGES
@@ -50,10 +61,29 @@ def test_a_responses_field(name: str) -> None:
         check(read_response_request, body, name)
 
 
+RATINGS: list[tuple[Any, type[Fields], dict[str, Any]]] = [
+    (read_score_request, ScoreFields, {"text_1": "a", "text_2": ["b"]}),
+    (read_score_request, ItemScoreFields, {"query": "a", "items": ["b"], "label_token_ids": [1, 2]}),
+    (read_rerank_request, RerankFields, {"query": "a", "documents": ["b"]}),
+    (read_rerank_request, TextRerankFields, {"query": "a", "texts": ["b"]}),
+]
+
+
+@pytest.mark.parametrize(
+    ("read", "body", "name"), [(read, body, name) for read, kind, body in RATINGS for name in kind.model_fields]
+)
+def test_a_ratings_field(read: Any, body: dict[str, Any], name: str) -> None:
+    for value in VALUES:
+        check(read, {**body, name: value}, name)
+
+
 def check(read: Any, body: dict[str, Any], name: str) -> None:
     try:
         api = read(body, "r")
-        check_request(api.message, model_name="tiny", limits=LIMITS)
+        if isinstance(api.message, tokenizer_pb2.ScoreRequest):
+            check_score(api.message, model_name="tiny", limits=LIMITS, scores=Scores(None, "no recipe"))
+        else:
+            check_request(api.message, model_name="tiny", limits=LIMITS)
     except HttpError as error:
         refused = error
     except ServiceError as error:
@@ -69,7 +99,12 @@ def check(read: Any, body: dict[str, Any], name: str) -> None:
         "include": "top_logprobs",
         "n": "best_of",
         "tool_choice": "tools",
+        "query": "items[0]",
+        "text_2": "text_1",
     }
+    # Without a recipe.
+    if refused.param in ("text_2", "documents", "texts") and "no recipe" in refused.message:
+        return
     assert refused.param.startswith(name) or related.get(name) == refused.param or "messages" in refused.param
 
 
@@ -94,6 +129,12 @@ def check(read: Any, body: dict[str, Any], name: str) -> None:
             (MessagesFields, {"messages": [], "max_tokens": 9, name: WRONG})
             for name in ("system", "tools", "stop_sequences")
         ),
+        (ScoreFields, {"text_1": "a", "text_2": WRONG}),
+        (ItemScoreFields, {"query": WRONG, "items": ["b"], "label_token_ids": [1, 2]}),
+        (ItemScoreFields, {"query": "a", "items": WRONG, "label_token_ids": [1, 2]}),
+        (ItemScoreFields, {"query": "a", "items": ["b"], "label_token_ids": WRONG}),
+        (RerankFields, {"query": "a", "documents": WRONG}),
+        (TextRerankFields, {"query": "a", "texts": WRONG}),
         (ResponseFields, {"input": WRONG}),
         (ResponseFields, {"input": [{"role": "user", "content": WRONG}]}),
         (ResponseFields, {"input": [{"type": "function_call_output", "output": WRONG}]}),

@@ -36,6 +36,10 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("read_tokenize_request", {"prompt": "x", "return_token_strs": True}),
     ("read_tokenize_request", {"messages": MESSAGES}),
     ("read_detokenize_request", {"tokens": [1, 2**32 - 1]}),
+    ("read_score_request", {"text_1": ["a", "b"], "text_2": ["c", "d"], "timeout_s": 2, "user": "x"}),
+    ("read_score_request", {"query": "a", "items": ["b", "c"], "label_token_ids": [1, 2]}),
+    ("read_rerank_request", {"query": "a", "documents": [{"text": "b"}], "top_n": 1}),
+    ("read_rerank_request", {"query": "a", "texts": ["b"], "raw_scores": True}),
 ]
 NAMES = ("chat.messages[0].content", "chat.tools[0].name", "sampling.max_tokens", "structured_output", "chat", "prompt")
 # 4 MB of lists take a second to read.

@@ -1,0 +1,1 @@
+"""Scores and ranks: the bodies of vLLM, SGLang, Jina, Cohere and TEI, which ask for the same."""
