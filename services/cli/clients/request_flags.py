@@ -16,6 +16,14 @@ DEFAULT_TARGET = "127.0.0.1:50051"
 
 def add_client_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags for everything but the prompt. The server chooses what is not given."""
+    add_call_flags(parser)
+    _add_sampling_flags(parser.add_argument_group("sampling"))
+    _add_end_flags(parser.add_argument_group("length and stopping"))
+    _add_form_flags(parser.add_argument_group("structured output"))
+
+
+def add_call_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that every call has, whatever it asks for."""
     parser.add_argument(
         "--target",
         metavar="ADDRESS",
@@ -29,9 +37,6 @@ def add_client_flags(parser: argparse.ArgumentParser) -> None:
         help="exact: the answer depends only on model, prompt and flags; refused where that cannot be guaranteed",
     )
     parser.add_argument("--cache-salt", default="", metavar="TEXT", help="share cached prefixes with equal salts only")
-    _add_sampling_flags(parser.add_argument_group("sampling"))
-    _add_end_flags(parser.add_argument_group("length and stopping"))
-    _add_form_flags(parser.add_argument_group("structured output"))
     add_key_flag(parser)
     add_trust_flags(parser)
 
@@ -39,6 +44,16 @@ def add_client_flags(parser: argparse.ArgumentParser) -> None:
 def find_tokenizer(args: argparse.Namespace) -> Target:
     """The tokenizer that these flags name, or that of a running cell."""
     return find_target(args.target, lambda cell: cell.address, DEFAULT_TARGET)
+
+
+def priority_of(args: argparse.Namespace) -> str | None:
+    """The priority that these flags name, by its name in messages."""
+    return None if args.priority is None else f"PRIORITY_{args.priority.upper()}"
+
+
+def determinism_of(args: argparse.Namespace) -> str | None:
+    """The determinism that these flags name, by its name in messages."""
+    return None if args.determinism is None else f"DETERMINISM_{args.determinism.upper()}"
 
 
 def request_from(args: argparse.Namespace) -> tokenizer_pb2.GenerateRequest:
@@ -58,16 +73,14 @@ def request_from(args: argparse.Namespace) -> tokenizer_pb2.GenerateRequest:
         ignore_eos=args.ignore_eos,
         stop_token_ids=args.stop_token_id,
     )
-    priority = None if args.priority is None else f"PRIORITY_{args.priority.upper()}"
-    determinism = None if args.determinism is None else f"DETERMINISM_{args.determinism.upper()}"
     return tokenizer_pb2.GenerateRequest(
         sampling=sampling,
         stop=args.stop,
         include_stop=args.include_stop,
         bad_words=args.bad_word,
         structured_output=args.structured_output,
-        priority=priority,
-        determinism=determinism,
+        priority=priority_of(args),
+        determinism=determinism_of(args),
         cache_salt=args.cache_salt,
     )
 

@@ -180,6 +180,10 @@ def test_in_a_terminal_an_answer_is_broken_between_words(
         (["generate", "caf\udce9"], b"", "utf-8:strict"),
         # Each reader of stdin, whatever it makes of such bytes.
         (["generate", "-"], b"caf\xe9\n", "utf-8:strict"),
+        (["rerank", "caf\udce9", "a"], b"", "utf-8:strict"),
+        (["rerank", "a", "caf\udce9"], b"", "utf-8:surrogateescape"),
+        (["rerank", "a"], b"caf\xe9\n", "utf-8:strict"),
+        (["rerank", "a"], b"caf\xe9\n", "utf-8:surrogateescape"),
         (["generate", "-"], b"caf\xe9\n", "utf-8:surrogateescape"),
         (["generate", "--stop=caf\udce9", "Hello"], b"", "utf-8:surrogateescape"),
         (["chat"], b"caf\xe9\n", "utf-8:strict"),
