@@ -7,7 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ _STAGES = {
     "serving": "ready to be called",
     "attached": ATTACHED,
 }
+_SPARE_WAITS = "a spare worker waits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,18 @@ class Stage:
     """`tokenizer`, `scheduler` or `worker`."""
     name: str
     began_at: float
-    """When the process began, in seconds since the epoch."""
+    """When the process began, or a spare became one, in seconds since the epoch."""
     since_start_s: float
     cpu_s: float
-    """The process's own, threads included."""
+    """The process's own since then, threads included."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    process: psutil.Process
+    began_at: float
+    cpu_s: float
+    """What the process had used before."""
 
 
 class StagedCell:
@@ -50,6 +59,8 @@ class StagedCell:
         self.launcher = launcher
         self.address = address
         self.stages: list[Stage] = []
+        self._num_spares = 0
+        self._role_to_start: dict[str, _Start] = {}
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -58,31 +69,40 @@ class StagedCell:
         while not any(each.name == stage for each in self.stages[num_seen:]):
             time.sleep(0.01)
 
+    def wait_for_spares(self, number: int) -> None:
+        """Return once so many spare workers have waited since the start."""
+        while self._num_spares < number:
+            time.sleep(0.01)
+
     def worker(self) -> psutil.Process:
         """The worker's process at this moment."""
-        return self._find("worker")
+        return self._role_to_start["worker"].process
 
-    def _find(self, role: str) -> psutil.Process:
-        children = psutil.Process(self.launcher.pid).children(recursive=True)
-        found = [each for each in children if f"services.{role}" in each.cmdline()]
-        # The one that began last: a killed one may not have been waited for yet.
-        return max(found, key=lambda process: process.create_time())
+    def reach(self, process: str, name: str, at: float) -> Stage:
+        """The stage that a process ends at this moment, `at` in seconds since the epoch."""
+        start = self._role_to_start[process]
+        return Stage(process, name, start.began_at, at - start.began_at, _cpu_s(start.process) - start.cpu_s)
 
     def _read(self) -> None:
         assert self.launcher.stderr is not None
         for line in self.launcher.stderr:
             record = json.loads(line) if line.startswith("{") else {}
-            name = _STAGES.get(record.get("message", ""))
-            if name is None:
-                continue
-            try:
-                process = self._find(record["service"])
-                times, created_at = process.cpu_times(), process.create_time()
-            except (psutil.NoSuchProcess, ValueError):
-                continue
-            since_start_s = record["time"] - created_at
-            cpu_s = times.user + times.system
-            self.stages.append(Stage(record["service"], name, created_at, since_start_s, cpu_s))
+            message = record.get("message", "")
+            self._num_spares += message == _SPARE_WAITS
+            # The end of one that was killed may be seen before the line of its stage.
+            with suppress(psutil.NoSuchProcess):
+                if message == "started":
+                    process = psutil.Process(record["pid"])
+                    is_spare = record.get("was_spare", False)
+                    start = (record["time"], _cpu_s(process)) if is_spare else (process.create_time(), 0.0)
+                    self._role_to_start[record["role"]] = _Start(process, *start)
+                elif (name := _STAGES.get(message)) is not None and record["service"] in self._role_to_start:
+                    self.stages.append(self.reach(record["service"], name, record["time"]))
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 @contextmanager

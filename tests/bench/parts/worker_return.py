@@ -72,38 +72,49 @@ def return_rows(num_layers: int, repeats: int) -> Iterator[Row]:
         with start_staged(model_dir, flags) as cell:
             _ask(cell)
             yield from _stage_rows("warm", cell.stages)
-            walls, cpus, floors = [], [], []
-            for _ in range(repeats):
-                wall_s, cpu_s, stages = _kill_and_ask(cell)
-                walls.append(wall_s)
-                cpus.append(cpu_s)
-                imports = run_python(["-c", _IMPORTS], ROOT)
-                read = run_python(["-c", _READ, *map(str, packed_dir.iterdir())], ROOT)
-                floors.append((imports, read))
-        yield from _stage_rows("back", stages)
+            yield from _back_rows(cell, repeats, packed_dir, "a killed worker's")
+        with start_staged(model_dir, [*flags, "--spare-workers=1"]) as cell:
+            _ask(cell)
+            yield from _back_rows(cell, repeats, packed_dir, "with a spare worker, a killed one's", has_spare=True)
+
+
+def _back_rows(
+    cell: StagedCell, repeats: int, packed_dir: Path, whose: str, *, has_spare: bool = False
+) -> Iterator[Row]:
+    """The stages of a worker's last return, and the least of all beside the floors."""
+    walls, cpus, floors = [], [], []
+    for number in range(repeats):
+        if has_spare:
+            cell.wait_for_spares(number + 1)
+        wall_s, cpu_s, stages = _kill_and_ask(cell)
+        walls.append(wall_s)
+        cpus.append(cpu_s)
+        imports = run_python(["-c", _IMPORTS], ROOT)
+        read = run_python(["-c", _READ, *map(str, packed_dir.iterdir())], ROOT)
+        floors.append((imports, read))
+    yield from _stage_rows("back, from a spare" if has_spare else "back", stages)
     for kind, values, number in (("s", walls, 0), ("CPU s", cpus, 1)):
         import_s, read_s = (min(each[place][number] for each in floors) for place in (0, 1))
         yield Row("importing a worker's modules", import_s, kind)
         yield Row("reading its packed file once", read_s, kind)
-        metric = "a killed worker's first step, beside both"
+        metric = f"{whose} first step, beside both"
         yield compare(metric, min(values), kind, reference=import_s + read_s, at_most=_TARGET)
 
 
 def _kill_and_ask(cell: StagedCell) -> tuple[float, float, list[Stage]]:
     """Wall time from the kill to the next token, the new worker's processor time by then, and its stages.
 
-    What the stages leave of the wall time is the launcher's, which notices the death and starts a process.
+    What the stages leave of the wall time is the launcher's, which notices the death and starts a process. A spare's
+    processor time counts from when it became the worker.
     """
     num_stages = len(cell.stages)
     killed_at = time.time()
     cell.worker().kill()
     _ask(cell)
-    answered_at, times = time.time(), cell.worker().cpu_times()
+    last = cell.reach("worker", "first step, answered", time.time())
     cell.wait_for(ATTACHED, num_stages)
-    cpu_s, stages = times.user + times.system, cell.stages[num_stages:]
-    began_at = stages[0].began_at
-    stages.append(Stage("worker", "first step, answered", began_at, answered_at - began_at, cpu_s))
-    return answered_at - killed_at, cpu_s, stages
+    stages = [*cell.stages[num_stages:], last]
+    return last.began_at + last.since_start_s - killed_at, last.cpu_s, stages
 
 
 def _ask(cell: StagedCell) -> None:
