@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.support.cells.cell import start_cell
+from tests.support.cells.cell import Cell, start_cell
 from tests.support.clients.client import connect, token_request
 
 REQUESTS = [token_request([3 + number, 9, 40], max_tokens=20, ignore_eos=True) for number in range(3)]
@@ -32,3 +34,24 @@ async def test_a_cell_answers_alike_before_and_after_its_worker_is_killed(
         assert cell.log().count(READ) == num_ranks
     assert after == before
     assert len(list((tmp_path / "cache").iterdir())) == num_ranks
+
+
+@pytest.mark.slow
+def test_cells_that_start_at_once_leave_one_file_and_answer_alike(tiny_model: Path, tmp_path: Path) -> None:
+    kept = ("--worker.packed-cache", f"--worker.packed-dir={tmp_path / 'cache'}", "--worker.ops-backend=native")
+
+    async def ask(cell: Cell) -> list[list[int]]:
+        async with connect(cell) as client:
+            return [(await client.generate(request)).token_ids for request in REQUESTS]
+
+    def start_and_ask(_: int) -> tuple[list[list[int]], str]:
+        with start_cell(tiny_model, *kept) as cell:
+            return asyncio.run(ask(cell)), cell.log()
+
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(start_and_ask, range(2)))
+    last, log = start_and_ask(2)
+    assert [answers for answers, _ in both] == [last, last]
+    assert all(KEPT in log or READ in log for _, log in both)
+    assert READ in log
+    assert len(list((tmp_path / "cache").iterdir())) == 1

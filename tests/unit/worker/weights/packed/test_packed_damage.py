@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +109,22 @@ def test_a_truncated_file_is_found(model: Model, kept: float, caplog: pytest.Log
     model.check(caplog, READ)
 
 
+def test_a_file_that_is_truncated_while_it_is_read_is_found(
+    model: Model, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model.check(caplog, KEPT)
+    read, file = os.preadv, model.file
+
+    def read_of_a_part(fd: int, buffers: Sequence[memoryview], place: int) -> int:
+        os.truncate(file, 1000)
+        return read(fd, buffers, place)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", read_of_a_part)
+        model.check(caplog, REMOVED, KEPT)
+    model.check(caplog, READ)
+
+
 def test_a_file_that_is_truncated_or_removed_after_the_load_matters_to_nobody(
     model: Model, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,6 +164,35 @@ def test_a_folder_below_a_file_is_said_once(model: Model, caplog: pytest.LogCapt
     model.cache.write_bytes(b"")
     model.check(caplog, NOT_KEPT)
     assert caplog.text.count(NOT_KEPT) == 1
+
+
+def test_a_read_only_folder_is_said_once_and_its_files_are_read(
+    model: Model, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model.check(caplog, KEPT)
+    open_, content = os.open, model.file.read_bytes()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def open_for_reading(path: str, flags: int, *args: Any, **options: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            refuse()
+        return open_(path, flags, *args, **options)
+
+    # The folder's mode does not bind root.
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", open_for_reading)
+        for name in ("utime", "unlink"):
+            patched.setattr(os, name, refuse)
+        model.check(caplog, READ)
+    assert model.file.read_bytes() == content
+    model.file.unlink()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", open_for_reading)
+        model.check(caplog, NOT_KEPT)
+        assert caplog.text.count(NOT_KEPT) == 1
+    assert not list(model.cache.iterdir())
 
 
 @contextmanager
