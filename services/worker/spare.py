@@ -11,9 +11,10 @@ from importlib import import_module
 from services.worker.__main__ import main as serve
 from services.worker.__main__ import prepare_imports
 from shared.process.handover import take_link, wait_for_flags
+from shared.process.lifecycle import freeze_garbage
 
-# What a worker on a CPU imports while it loads a model of ours, and one on a GPU but for its kernels.
-_MODULES = ("services.worker.runner.start.build", "services.worker.ops.native.backend")
+# What a worker on a CPU imports until it has computed a step of a model of ours, and one on a GPU but for its kernels.
+_MODULES = ("services.worker.runner.start.build", "services.worker.ops.native.backend", "numpy.ma")
 
 
 def main() -> int:
@@ -23,6 +24,9 @@ def main() -> int:
     except OSError:
         sys.exit("error: only `lockstep serve` and `lockstep ranks` start spare workers")
     import_all()
+    # Nothing of it is garbage: a collection that visits it would take the worker a tenth of a second, and more than one
+    # comes while it loads.
+    freeze_garbage()
     flags = wait_for_flags(link)
     if flags is None:
         return 0

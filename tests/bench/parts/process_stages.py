@@ -27,7 +27,7 @@ _STAGES = {
     "serving": "ready to be called",
     "attached": ATTACHED,
 }
-_SPARE_WAITS = "a spare worker waits"
+_SPARE_WAITS, _LOST = "a spare worker waits", "the link to the worker broke"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class StagedCell:
         self.launcher = launcher
         self.address = address
         self.stages: list[Stage] = []
-        self._num_spares = 0
+        self._num_spares = self._num_losses = 0
         self._role_to_start: dict[str, _Start] = {}
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -74,9 +74,12 @@ class StagedCell:
         while self._num_spares < number:
             time.sleep(0.01)
 
-    def worker(self) -> psutil.Process:
-        """The worker's process at this moment."""
-        return self._role_to_start["worker"].process
+    def kill_worker(self) -> None:
+        """Kill the worker; returns once the scheduler knows."""
+        num_losses = self._num_losses
+        self._role_to_start["worker"].process.kill()
+        while self._num_losses == num_losses:
+            time.sleep(0.01)
 
     def reach(self, process: str, name: str, at: float) -> Stage:
         """The stage that a process ends at this moment, `at` in seconds since the epoch."""
@@ -89,6 +92,7 @@ class StagedCell:
             record = json.loads(line) if line.startswith("{") else {}
             message = record.get("message", "")
             self._num_spares += message == _SPARE_WAITS
+            self._num_losses += message == _LOST
             # The end of one that was killed may be seen before the line of its stage.
             with suppress(psutil.NoSuchProcess):
                 if message == "started":

@@ -105,11 +105,12 @@ def _kill_and_ask(cell: StagedCell) -> tuple[float, float, list[Stage]]:
     """Wall time from the kill to the next token, the new worker's processor time by then, and its stages.
 
     What the stages leave of the wall time is the launcher's, which notices the death and starts a process. A spare's
-    processor time counts from when it became the worker.
+    processor time counts from when it became the worker. The token is asked for once the death is known: a request that
+    was on its way to the worker would be a suspect, and be tried alone after eight steps without it.
     """
     num_stages = len(cell.stages)
     killed_at = time.time()
-    cell.worker().kill()
+    cell.kill_worker()
     _ask(cell)
     last = cell.reach("worker", "first step, answered", time.time())
     cell.wait_for(ATTACHED, num_stages)
