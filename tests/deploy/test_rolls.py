@@ -13,7 +13,13 @@ SETS = {"kind": "StatefulSet", "tp": 8, "nodes": 2}
 GROUPS = {"kind": "LeaderWorkerSet"}
 WIDE_GROUPS = {"kind": "LeaderWorkerSet", "tp": 8, "nodes": 2}
 DEPLOYMENT = {"autoscaling": {"enabled": True}}
-SHAPES = {"one pod": ONE_POD, "sets": SETS, "groups": GROUPS, "wide groups": WIDE_GROUPS, "deployment": DEPLOYMENT}
+SHAPES: dict[str, Tree] = {
+    "one pod": ONE_POD,
+    "sets": SETS,
+    "groups": GROUPS,
+    "wide groups": WIDE_GROUPS,
+    "deployment": DEPLOYMENT,
+}
 SCHEDULERS = "StatefulSet/rel-main-scheduler"
 
 
