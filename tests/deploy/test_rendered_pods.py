@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import aiohttp
 import grpc
 import pytest
 import yaml
@@ -30,6 +33,7 @@ from tests.support.models.small_models import build_model, write_small_model
 from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.system.model_hub import Repository, run_model_hub
 from tests.support.system.patience import PATIENCE_S
+from tests.support.system.scraping import get
 
 EXAMPLES = CHART / "examples"
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
@@ -69,6 +73,50 @@ async def test_the_cpu_demo_runs_as_rendered(demo: Cluster) -> None:
         assert len(tests) == 2
         for test in tests:
             check_answer(test)
+
+
+async def ask_until(end: asyncio.Event, tokenizer: Pod) -> int:
+    """Ask over HTTP again and again; returns how often. Each answer must be whole."""
+    url, headers = f"http://{tokenizer.address}:{tokenizer.port('http')}/v1/completions", {"Host": "localhost"}
+    body, count = {"prompt": "The", "max_tokens": 8, "ignore_eos": True}, 0
+    async with aiohttp.ClientSession() as session:
+        while not end.is_set():
+            async with session.post(url, json=body, headers=headers) as answer:
+                assert answer.status == 200, await answer.text()
+                assert (await answer.json())["usage"]["completion_tokens"] == 8
+            count += 1
+    return count
+
+
+async def probe_until(end: asyncio.Event, tokenizer: Pod) -> int:
+    """Probe its readiness again and again, as the kubelet does; returns how often. It must never fail."""
+    count, address = 0, f"{tokenizer.address}:{tokenizer.port('manage')}"
+    while not end.is_set():
+        found = await get(address, "/readyz")
+        assert found.status == 200, found
+        count += 1
+    return count
+
+
+@pytest.mark.slow
+async def test_a_roll_of_both_schedulers_holds_requests_and_keeps_tokenizers_ready(demo: Cluster) -> None:
+    fill_claim(demo)
+    [tokenizer], schedulers = demo.of("tokenizer"), demo.of("scheduler")
+    pods = [*demo.of("worker"), *schedulers, tokenizer]
+    end = asyncio.Event()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(running(pods))
+        for pod in pods:
+            await pod.wait_until_probed("readinessProbe")
+        async with asyncio.TaskGroup() as group:
+            watched = [group.create_task(run(end, tokenizer)) for run in (ask_until, probe_until)]
+            # As a StatefulSet does: the last one first, and the next one once it is ready.
+            for pod in reversed(schedulers):
+                assert await asyncio.to_thread(pod.end) == 0
+                stack.enter_context(running([pod]))
+                await pod.wait_until_probed("readinessProbe")
+            end.set()
+    assert all(task.result() > 0 for task in watched)
 
 
 def fill_claim(cluster: Cluster) -> None:

@@ -100,6 +100,12 @@ class Pod:
         self._process.kill()
         self._process.wait()
 
+    def end(self) -> int:
+        """End its container's process as the kubelet does at a roll; returns its exit code."""
+        assert self._process is not None, f"{self.name} was never started"
+        self._process.terminate()
+        return self._process.wait(PATIENCE_S)
+
     async def wait_until_probed(self, kind: str) -> None:
         """Wait until a probe, such as `startupProbe`, succeeds as the kubelet would send it; the process must live."""
         probe = self._container[kind]["httpGet"]
