@@ -98,7 +98,7 @@ BEFORE ?= $(shell git rev-parse --verify --quiet origin/main || git rev-parse --
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run demo test test-unit test-slow test-clients test-writers proofs coverage simulate format lint lint-changes protos settings metrics routes chart locks dist chart-package parity chaos bench bench-peers bench-cpu bench-quality bench-drafts bench-lockstep bench-interference bench-gpu gpu-pack gpu-proofs clean
+.PHONY: help run demo test test-unit test-slow test-clients test-writers test-cluster proofs coverage simulate format lint lint-changes protos settings metrics routes chart locks dist chart-package parity chaos bench bench-peers bench-cpu bench-quality bench-drafts bench-lockstep bench-interference bench-gpu gpu-pack gpu-proofs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-19s %s\n", $$1, $$2}' Makefile
@@ -122,6 +122,14 @@ test-slow: $(INSTALLED) $(STUBS) $(KERNELS) $(MODEL_READY) $(FLOAT32_READY) $(SC
 
 test-clients: $(INSTALLED) $(STUBS) $(KERNELS) $(FLOAT32_READY) $(CLIENTS) ## run real clients of the HTTP API, each in an environment of its own
 	@$(PYTEST) tests/clients -m clients --durations=12
+
+# Debian's package, unpacked and not installed; without it the tests that need etcd are skipped with that reason.
+.cache/etcd:
+	@mkdir -p $@
+	-@cd $@ && { command -v etcd >/dev/null || { apt-get download -qq etcd-server && dpkg -x etcd-server_*.deb . ; }; }
+
+test-cluster: $(INSTALLED) $(STUBS) $(HELM) .cache/etcd ## upgrade the chart on a real API server: etcd and kube-apiserver in KUBERNETES_BIN
+	@$(PYTEST) tests/cluster -rs --durations=12
 
 test-writers: $(INSTALLED) $(STUBS) $(WRITERS) ## import what the programs that write checkpoints write today, each in an environment of its own
 	@$(PYTEST) $(IN_PARALLEL) tests/writers -m writers --durations=12
