@@ -53,6 +53,7 @@ def _find_place(settings: ServeSettings, address: str) -> _Place:
 
 
 def _render_curl(settings: ServeSettings, place: _Place) -> str:
+    body: dict[str, object]
     if has_chat_template(settings.model_dir):
         route, body = "chat/completions", {"messages": [{"role": "user", "content": _QUESTION}]}
     else:
