@@ -116,10 +116,13 @@ class SpareWorkers:
 
 async def _start(module: str, now: float) -> _Spare:
     own, other = socket.socketpair()
-    with other:
-        process = await start_child(module, (), stdin=other.fileno())
     own.setblocking(False)
-    return _Spare(process, own, now)
+    with other:
+        try:
+            return _Spare(await start_child(module, (), stdin=other.fileno()), own, now)
+        except OSError:
+            own.close()
+            raise
 
 
 def _says_it_waits(link: socket.socket) -> bool:
@@ -131,11 +134,11 @@ def _says_it_waits(link: socket.socket) -> bool:
 
 async def _hand_over(spare: _Spare, command: ServiceCommand) -> bool:
     """Whether the spare has the command's flags, and goes on."""
-    text = encode_flags(command.flags)
+    text, waits = encode_flags(command.flags), spare.waits or _says_it_waits(spare.link)
     try:
         if spare.process.returncode is not None or spare.link.send(text) != len(text):
             return False
-        if not spare.waits:
+        if not waits:
             return True
         async with asyncio.timeout(_ANSWER_S):
             return await asyncio.get_running_loop().sock_recv(spare.link, 1) == TAKES
