@@ -10,7 +10,8 @@ from typing_extensions import override
 
 from services.worker.batch.decodes import NO_DRAFTS, Drafts
 from services.worker.batch.enter_checks import BatchLimits
-from services.worker.drafts.drafter import ComputedStep, DraftProposer, DraftRows
+from services.worker.batch.step_input import StepInput, StepTokens
+from services.worker.drafts.drafter import ComputedTokens, DraftProposer, DraftRows, Observe
 from services.worker.drafts.greedy_drafts import DraftChain
 from services.worker.drafts.token_runs import ForwardPasses, TokenRuns
 from services.worker.forward.kv_cache import KvCache
@@ -51,24 +52,28 @@ class DraftModelProposer(DraftProposer):
         self._max_tokens_at_once = limits.max_num_batched_tokens
 
     @override
-    def observe(self, step: ComputedStep) -> None:
-        inputs, tokens = step.inputs, step.tokens
+    def observe(self, inputs: StepInput, tokens: StepTokens) -> Observe | None:
         slots, first_tokens = inputs.slots[inputs.num_decodes :], inputs.cu_seqlens_q[inputs.num_decodes : -1]
         first = tokens.positions[first_tokens]
         lengths = np.clip(self._model.context_length - first, 0, inputs.query_lens[inputs.num_decodes :])
         self._num_computed[slots] = first + lengths
         fitting = np.flatnonzero(lengths)
-        if len(fitting):
-            runs = TokenRuns(first[fitting], lengths[fitting])
-            token_ids = tokens.token_ids[runs.spread(first_tokens[fitting])]
-            tables = tokens.block_tables[inputs.num_decodes :][fitting]
+        if not len(fitting):
+            return None
+        runs = TokenRuns(first[fitting], lengths[fitting])
+        token_ids = tokens.token_ids[runs.spread(first_tokens[fitting])]
+        tables = tokens.block_tables[inputs.num_decodes :][fitting]
+
+        def compute_chunks(_: ComputedTokens) -> None:
             passes = self._passes(tables, [runs], {"token_ids": token_ids})
             self._compute(passes, 0, passes.arrays["token_ids"])
+
+        return compute_chunks
+
+    @override
+    def learn(self, slots: Int32Column, num_known: Int32Column) -> None:
         # Rejected drafts were computed too. The newest token was only just drawn: what is valid ends before it.
-        counts = 1 if step.counts is None else step.counts
-        num_known = inputs.row_positions + counts
-        rows = inputs.row_slots
-        self._num_computed[rows] = np.minimum(self._num_computed[rows], num_known - 1)
+        self._num_computed[slots] = np.minimum(self._num_computed[slots], num_known - 1)
 
     def propose(self, rows: DraftRows) -> Drafts:
         """See `DraftProposer.propose`; waits for the device once, see `greedy_drafts`."""

@@ -10,6 +10,7 @@ A draft never changes what is generated, only how many tokens a step yields.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,14 +62,21 @@ class DraftRows:
 
 
 @dataclass(frozen=True, slots=True)
-class ComputedStep:
-    """What a step computed."""
+class ComputedTokens:
+    """What a step computed, on the device."""
 
-    inputs: StepInput
-    tokens: StepTokens
-    hidden: Tensor  # [num_tokens, hidden], the model's output for the step's tokens; must not be written
-    token_ids: Int32Column  # [sum of counts], row after row, as inputs for the next step
-    counts: Int32Column | None  # [num_rows], tokens of each row; None means one each
+    hidden: Tensor
+    """[num_tokens, hidden], the model's output for the step's tokens; must not be written."""
+    drawn: Tensor
+    """[num_places] int64, what was drawn after each row's own token and each of its drafts, row after row; at least 0.
+
+    A row's tokens are the first of its run, and any tokens come after those."""
+    counts: Tensor | None
+    """[num_rows] int64, tokens of each row; None means one each."""
+
+
+Observe = Callable[[ComputedTokens], None]
+"""A proposer's work on the device after a step; it waits for nothing that the device computes."""
 
 
 class DraftProposer:
@@ -86,8 +94,15 @@ class DraftProposer:
     def forget(self, slots: Int32Column) -> None:
         """Forget sequences."""
 
-    def observe(self, step: ComputedStep) -> None:
-        """Take note of a step with at least one token."""
+    def observe(self, inputs: StepInput, tokens: StepTokens) -> Observe | None:
+        """Plan what to note of a step with at least one sequence, before its results are known. Called once per step.
+
+        Returns:
+            What then has the device note it; called once, on the stream. None if there is nothing to note.
+        """
+
+    def learn(self, slots: Int32Column, num_known: Int32Column) -> None:
+        """The rows of the last step that was planned have `num_known` tokens now: [num_rows] each."""
 
     def propose(self, rows: DraftRows) -> Drafts:
         """Guess the next tokens of at least one sequence.
@@ -165,11 +180,12 @@ class Drafter(DraftSource):
     def record(self, slots: Int32Column, token_ids: Int32Column, counts: Int32Column | None) -> None:
         ends = np.arange(1, len(slots) + 1) if counts is None else np.cumsum(counts)
         start = 0
-        for slot, end in zip(slots.tolist(), ends.tolist(), strict=True):
-            sequence = self._sequences[slot]
+        sequences = [self._sequences[slot] for slot in slots.tolist()]
+        for sequence, end in zip(sequences, ends.tolist(), strict=True):
             sequence.learn(num_accepted=end - start - 1)
             sequence.extend(token_ids[start:end])
             start = end
+        self._proposer.learn(slots, np.array([sequence.num_tokens for sequence in sequences], np.int32))
 
 
 class _DraftedSequence:
@@ -182,7 +198,7 @@ class _DraftedSequence:
     def __init__(self, max_num_tokens: int) -> None:
         # Memory that is never touched costs nothing.
         self._token_ids: Int32Column = np.empty(max_num_tokens, np.int32)
-        self._num_tokens = 0
+        self.num_tokens = 0
         self.num_drafted = 0
         self._most_drafted = _FIRST_DRAFT
         self._num_failures = 0
@@ -190,12 +206,12 @@ class _DraftedSequence:
 
     @property
     def token_ids(self) -> Int32Column:
-        return self._token_ids[: self._num_tokens]
+        return self._token_ids[: self.num_tokens]
 
     def extend(self, token_ids: Int32Column) -> None:
-        end = self._num_tokens + len(token_ids)
-        self._token_ids[self._num_tokens : end] = token_ids
-        self._num_tokens = end
+        end = self.num_tokens + len(token_ids)
+        self._token_ids[self.num_tokens : end] = token_ids
+        self.num_tokens = end
 
     def want(self, max_tokens: int) -> int:
         """How many tokens to draft. Call once per step, then set `num_drafted`."""

@@ -14,12 +14,13 @@ from typing_extensions import override
 
 from services.worker.batch.decodes import Drafts
 from services.worker.batch.enter_checks import BatchLimits
-from services.worker.drafts.drafter import ComputedStep, DraftProposer, DraftRows
+from services.worker.batch.step_input import StepInput, StepTokens
+from services.worker.drafts.drafter import ComputedTokens, DraftProposer, DraftRows, Observe
 from services.worker.drafts.greedy_drafts import DraftChain
 from services.worker.drafts.token_runs import ForwardPasses, TokenRuns
 from services.worker.forward.forward_context import get_forward_context
 from services.worker.forward.kv_cache import KvCache
-from services.worker.forward.staging import HostArrays, to_device, upload_arrays
+from services.worker.forward.staging import HostArrays, upload_arrays
 from services.worker.models.protocol import MtpLayers
 from services.worker.ops import Ops
 from shared.step.columns import Int32Column
@@ -31,10 +32,11 @@ class MtpProposer(DraftProposer):
     """Lets MTP layers continue from the model's hidden states.
 
     A layer combines a token's hidden state (from the previous layer; for the first layer, from the model) with the next
-    token. So after each step the layers compute every token with a successor that became known: a row's accepted
-    tokens, and a chunk's tokens except the last, whose hidden state waits for the next chunk. Between steps they have
-    computed all known tokens but the last. Drafting starts from the states left there and continues layer by layer,
-    repeating the last one.
+    token. So after each step the layers compute every token with a successor that became known: a row's tokens, and a
+    chunk's tokens except the last, whose hidden state waits for the next chunk. The host does not know yet which drafts
+    were accepted, so rejected ones are computed too; no token before them sees that, and the next step overwrites it.
+    Between steps the layers have computed all known tokens but the last. Drafting starts from the states left there
+    and continues layer by layer, repeating the last one.
 
     In a prefix from the prefix cache the last token's KV depends on what followed in the sequence that was there first.
     Entries never written are zero, or left from an earlier sequence. This may spoil drafts, but never the output: the
@@ -53,6 +55,8 @@ class MtpProposer(DraftProposer):
         self._kv_cache: KvCache | None = None
         # The slots' hidden states that wait for the next chunk, and the position of its first token; 0: none waits.
         self._awaited: _IntArray = np.empty(0, np.int64)  # [max_num_seqs]
+        # Slots that the device is to forget with the next step.
+        self._forgotten: list[int] = []
         self._waiting = torch.empty(0)  # [max_num_seqs, hidden]
         # What each layer computed last for each slot.
         self._last = torch.empty(0)  # [num_layers, max_num_seqs, hidden]
@@ -63,6 +67,7 @@ class MtpProposer(DraftProposer):
     def attach(self, limits: BatchLimits, kv_cache: KvCache) -> None:
         self._kv_cache = kv_cache
         self._awaited = np.zeros(limits.max_num_seqs, np.int64)
+        self._forgotten = []
         self._waiting = torch.zeros(limits.max_num_seqs, 0)
         self._last = torch.zeros(self._layers.num_layers, limits.max_num_seqs, 0)
         sizes = (limits.max_num_seqs, self._layers.num_shared_positions)
@@ -71,24 +76,33 @@ class MtpProposer(DraftProposer):
     @override
     def forget(self, slots: Int32Column) -> None:
         self._awaited[slots] = 0
-        self._last[:, to_device(slots, self._last.device)] = 0
-        self._selected[to_device(slots, self._selected.device)] = 0
+        self._forgotten += slots.tolist()
 
     @override
-    def observe(self, step: ComputedStep) -> None:
-        self._make_room(step.hidden)
-        inputs = step.inputs
-        first = step.tokens.positions[inputs.cu_seqlens_q[:-1]]
+    def observe(self, inputs: StepInput, tokens: StepTokens) -> Observe | None:
+        first = tokens.positions[inputs.cu_seqlens_q[:-1]]
         is_awaited = (first > 0) & (first == self._awaited[inputs.slots])
-        known = _KnownTokens.make(step, is_awaited)
-        if len(known.sequences):
-            self._compute_known(known, step.hidden)
+        known = _KnownTokens.make(inputs, tokens, is_awaited)
         goes_on = np.ones(len(inputs.slots), np.bool_)
         goes_on[inputs.row_sequences()] = False
         self._awaited[inputs.slots] = np.where(goes_on, first + inputs.query_lens, 0)
-        lasts = inputs.cu_seqlens_q[1:][goes_on].astype(np.int64) - 1
-        there = upload_arrays({"slots": inputs.slots[goes_on].astype(np.int64), "lasts": lasts}, step.hidden.device)
-        self._waiting[there["slots"]] = step.hidden[there["lasts"]]
+        arrays = {
+            "forgotten": np.array(self._forgotten, np.int64),
+            "waiting_slots": inputs.slots[goes_on].astype(np.int64),
+            "waiting": inputs.cu_seqlens_q[1:][goes_on].astype(np.int64) - 1,
+        }
+        self._forgotten = []
+
+        def note(computed: ComputedTokens) -> None:
+            self._make_room(computed.hidden)
+            there = upload_arrays(arrays, computed.hidden.device)
+            self._last[:, there["forgotten"]] = 0
+            self._selected[there["forgotten"]] = 0
+            if len(known.sequences):
+                self._compute_known(known, computed)
+            self._waiting[there["waiting_slots"]] = computed.hidden[there["waiting"]]
+
+        return note
 
     def propose(self, rows: DraftRows) -> Drafts:
         """See `DraftProposer.propose`; waits for the device once, see `greedy_drafts`."""
@@ -121,24 +135,28 @@ class MtpProposer(DraftProposer):
             self._waiting = hidden.new_zeros(len(self._waiting), hidden.shape[1])
             self._last = hidden.new_zeros(*self._last.shape[:2], hidden.shape[1])
 
-    def _compute_known(self, known: _KnownTokens, step_hidden: Tensor) -> None:
-        """Run all layers over `known`; `step_hidden` are the model's hidden states of the step's tokens."""
+    def _compute_known(self, known: _KnownTokens, computed: ComputedTokens) -> None:
+        """Run all layers over `known`, which are those of a step."""
         passes = self._passes(known.block_tables, [known.runs], known.arrays())
         arrays = passes.arrays
-        token_ids, starts, lasts, slots = (arrays[name] for name in ("token_ids", "starts", "lasts", "slots"))
-        hidden = step_hidden[arrays["places"]]
+        starts, lasts, slots = (arrays[name] for name in ("starts", "lasts", "slots"))
+        token_ids = arrays["token_ids"].index_copy(0, arrays["drawn"], computed.drawn)
+        if computed.counts is not None:
+            # From a row's last draft back to its last token that counts.
+            lasts = lasts.index_add(0, arrays["row_runs"], computed.counts - arrays["num_drawn"])
+        hidden = computed.hidden[arrays["places"]]
         hidden[arrays["awaited"]] = self._waiting[arrays["awaited_slots"]]
 
         def forward(positions: Tensor) -> Tensor:
             states = hidden
             for layer in range(self._layers.num_layers):
-                computed = self._layers.forward(states, token_ids, positions, layer)
+                its_states = self._layers.forward(states, token_ids, positions, layer)
                 if not layer and self._layers.num_shared_positions:
                     self._selected[slots] = self._selection_of(lasts, positions)
                 # The next layer looks one token further ahead: each token takes the state of the token before it.
-                states = computed.roll(1, dims=0)
+                states = its_states.roll(1, dims=0)
                 states[starts] = self._last[layer, slots]
-                self._last[layer, slots] = computed[lasts]
+                self._last[layer, slots] = its_states[lasts]
             return states
 
         passes.compute(0, forward)
@@ -158,33 +176,38 @@ class MtpProposer(DraftProposer):
 
 @dataclass(frozen=True, slots=True)
 class _KnownTokens:
-    """Tokens with a successor that became known in a step."""
+    """Tokens with a successor that becomes known in a step, and rejected drafts after them."""
 
     runs: TokenRuns
     block_tables: Int32Column  # [num_runs, most blocks of one run]
     sequences: _IntArray  # [num_runs], indexes of the step's sequences
     slots: _IntArray  # [num_runs]
     places: _IntArray  # [num_tokens], where their hidden states are in the step; meaningless for those that waited
-    token_ids: _IntArray  # [num_tokens], their successors
+    token_ids: _IntArray  # [num_tokens], their successors; meaningless for those that are drawn
+    drawn: _IntArray  # [num_places], indexes of the tokens whose successors are drawn
+    row_runs: _IntArray  # [num_rows], the run of each row
+    num_drawn: _IntArray  # [num_rows], how many successors are drawn for it
     awaited: _IntArray  # [num_awaited], indexes of the tokens with hidden states that waited
     awaited_slots: _IntArray  # [num_awaited]
 
     @classmethod
-    def make(cls, step: ComputedStep, is_awaited: npt.NDArray[np.bool_]) -> _KnownTokens:
-        """`is_awaited` marks sequences with a hidden state that waited for `step`."""
-        inputs, tokens, num_waiting = step.inputs, step.tokens, is_awaited.astype(np.int64)
+    def make(cls, inputs: StepInput, tokens: StepTokens, is_awaited: npt.NDArray[np.bool_]) -> _KnownTokens:
+        """`is_awaited` marks sequences with a hidden state that waited for this step."""
+        num_waiting = is_awaited.astype(np.int64)
         rows, starts = inputs.row_sequences(), inputs.cu_seqlens_q[:-1]
-        counts = np.ones(len(rows), np.int64) if step.counts is None else step.counts
-        num_drafts = 0 if inputs.draft_counts is None else inputs.draft_counts
         lengths = inputs.query_lens + num_waiting - 1
-        # The successor of a row's last token was just drawn, so that token counts too; of drafts only accepted ones do.
-        lengths[rows] += counts - num_drafts
+        # The step draws a successor of a row's last token too.
+        lengths[rows] += 1
         sequences = np.flatnonzero(lengths)
         first = tokens.positions[starts] - num_waiting
         runs = TokenRuns(first[sequences], lengths[sequences])
         places = runs.spread((starts - num_waiting)[sequences])
         token_ids = tokens.token_ids[np.minimum(places + 1, len(tokens.token_ids) - 1)]
-        token_ids[runs.lasts[np.searchsorted(sequences, rows)]] = step.token_ids[np.cumsum(counts) - 1]
+        row_runs = np.searchsorted(sequences, rows)
+        num_drawn = np.ones(len(rows), np.int64)
+        if inputs.draft_counts is not None:
+            num_drawn += inputs.draft_counts
+        first_drawn = runs.lasts[row_runs] + 1 - num_drawn
         slots = inputs.slots.astype(np.int64)
         return cls(
             runs=runs,
@@ -193,6 +216,9 @@ class _KnownTokens:
             slots=slots[sequences],
             places=places,
             token_ids=token_ids,
+            drawn=TokenRuns(first_drawn, num_drawn).spread(first_drawn),
+            row_runs=row_runs,
+            num_drawn=num_drawn,
             awaited=runs.starts[is_awaited[sequences]],
             awaited_slots=slots[is_awaited],
         )
@@ -203,6 +229,9 @@ class _KnownTokens:
             "slots": self.slots,
             "places": self.places,
             "token_ids": self.token_ids,
+            "drawn": self.drawn,
+            "row_runs": self.row_runs,
+            "num_drawn": self.num_drawn,
             "starts": self.runs.starts,
             "lasts": self.runs.lasts,
             "awaited": self.awaited,

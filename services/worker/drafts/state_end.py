@@ -33,13 +33,13 @@ class StateEnd:
         self._drafted = drafted
         self._block_size = block_size
 
-    def finish(self, step_input: StepInput, counts: Int32Column | None, firsts: Int32Column) -> Tensor | None:
+    def finish(self, step_input: StepInput, counts: Int32Column | None, row_width: int) -> Tensor | None:
         """Bring the states to the end of a step. The host does not wait for it.
 
         Args:
             step_input: If it has drafts, its decodes were computed from copies of their states.
             counts: [num_rows], tokens that each row got, those of decodes first; None means one each.
-            firsts: [num_decodes], each decode's first token among those of the pass.
+            row_width: Tokens between the firsts of two decodes in a graph of drafts; 0 for a step without padding.
 
         Returns:
             [num_saves] int32, 1 for a saved state that is not finite; None if the step has no saves.
@@ -50,6 +50,9 @@ class StateEnd:
         until_saves, is_saved = self._find_saves(step_input, lengths)
         if step_input.draft_counts is None:
             return self._save(step_input, is_saved)
+        firsts = step_input.cu_seqlens_q[:num_decodes]
+        if row_width:
+            firsts = np.arange(num_decodes, dtype=np.int32) * np.int32(row_width)
         slots, first_part = step_input.slots[:num_decodes], until_saves[:num_decodes]
         self._drafted.replay(slots, firsts=firsts, counts=first_part)
         not_finite = self._save(step_input, is_saved)

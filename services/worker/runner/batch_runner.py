@@ -10,7 +10,6 @@ from services.worker.batch.device_batch import DeviceBatch
 from services.worker.batch.enter_checks import require
 from services.worker.batch.input_batch import InputBatch
 from services.worker.batch.step_input import StepInput
-from services.worker.drafts.draft_end import DraftEnd
 from services.worker.drafts.drafted_states import ModelStates
 from services.worker.drafts.drafter import DraftProposer
 from services.worker.forward.forward_context import DpMetadata
@@ -21,6 +20,7 @@ from services.worker.runner.rank import Rank
 from services.worker.runner.steps.pending_step import PendingStep
 from services.worker.runner.steps.step_job import JobResults, StepJob
 from services.worker.runner.steps.step_work import StepWork
+from services.worker.runner.stream import EnqueuedWork
 from services.worker.sampling.row_options import RowOptions
 from shared.step.step import Step
 
@@ -35,9 +35,13 @@ class BatchRunner:
         host      launch N   wait for the tokens of N - 1   edit the logits of N, launch their draw   launch N + 1
         device    ──────────── N - 1 ──────────────┤── forward pass of N ──────────────────────┤─ draw ─┤── N + 1 ──
 
-    With a draft proposer a launch waits for its step: the device accepts drafts and records the last tokens, but the
-    host plans the next step, and what that computes depends on how many were accepted. The device is then idle from the
-    end of a step until the next one is launched.
+    With a draft proposer a launch waits for the tokens of the step before: the device accepts drafts and records the
+    last tokens, but the host plans the next step, and what that computes depends on how many were accepted. Meanwhile
+    the proposer's layers compute what they need of the step, so the device is idle only if they have less to do than
+    the host:
+
+        host      launch N   wait for the tokens of N - 1   plan N + 1 and launch it
+        device    ──── N ────┤── the proposer notes N ──────────┤    ├── N + 1 ──
     """
 
     def __init__(
@@ -60,9 +64,12 @@ class BatchRunner:
         self._batch = batch
         draws = None if graphs is None else graphs.decodes.draw_rows
         columns = DeviceBatch(rank.ops, batch.limits, rank.device, decode_draws=draws)
-        self._has_drafts = proposer is not None
-        draft_end = None if proposer is None else DraftEnd(batch, proposer, states, kv_cache.block_size)
-        self._work = StepWork(rank, kv_cache, columns, graphs, draft_end, states=states)
+        self._proposer = proposer
+        self._work = StepWork(rank, kv_cache, columns, graphs, has_drafts=proposer is not None, states=states)
+        # The last step with a proposer, until the batch has learned its tokens.
+        self._unrecorded: PendingStep | None = None
+        # What the proposer notes of that step.
+        self._noting: EnqueuedWork | None = None
         # The last step with edited rows, until their states have learned its tokens.
         self._unlearned: PendingStep | None = None
 
@@ -73,14 +80,17 @@ class BatchRunner:
         Raises:
             StepMismatchError: the step does not fit the batch; nothing was computed.
         """
+        self._record_sampled()
         step_input = self._batch.apply(step)
         dp = _dp_metadata(step, self._rank.layout, step_input.num_tokens)
         job = self._make_job(step_input, dp)
         job.staging.pack(self._work.arrays(job))
         enqueued = [self._stream.enqueue(partial(self._work.compute, job))]
         pending = PendingStep(step, job, enqueued, self._rank)
-        if self._has_drafts:
-            enqueued[0].wait()
+        if self._proposer is not None:
+            # The time that the proposer took for the last step counts as that of this one.
+            enqueued += [] if self._noting is None else [self._noting]
+            self._unrecorded, self._noting = pending, self._note(self._proposer, job)
             return pending
         self._batch.record_drawn(step_input.row_slots)
         if job.options is not None and job.is_edited:
@@ -95,7 +105,7 @@ class BatchRunner:
         return pending
 
     def _make_job(self, step_input: StepInput, dp: DpMetadata) -> StepJob:
-        are_made_there = step_input.is_plain_decode and not self._has_drafts
+        are_made_there = step_input.is_plain_decode and self._proposer is None
         return StepJob(
             step_input=step_input,
             staging=self._stream.claim_staging(),
@@ -105,6 +115,19 @@ class BatchRunner:
             options=RowOptions.of(self._batch.sampling(step_input)) if step_input.has_options else None,
             results=JobResults(),
         )
+
+    def _record_sampled(self) -> None:
+        """Tell the batch, and so the proposer, the tokens of the last step with drafts. Waits for these."""
+        pending, self._unrecorded = self._unrecorded, None
+        if pending is not None:
+            sampled = pending.sampled()
+            self._batch.record_sampled(pending.job.step_input.row_slots, sampled.token_ids, sampled.counts)
+
+    def _note(self, proposer: DraftProposer, job: StepJob) -> EnqueuedWork | None:
+        """Let the proposer note a step that was enqueued; None if it has nothing to note."""
+        assert job.tokens is not None, "made for every step with drafts"
+        note = proposer.observe(job.step_input, job.tokens) if len(job.step_input.slots) else None
+        return None if note is None else self._stream.enqueue(partial(self._work.observe, job, note))
 
     def _learn_tokens(self) -> None:
         """Tell the sequences with edited logits the tokens that they drew last. Waits for these."""

@@ -10,7 +10,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.worker.drafts.draft_end import read_tokens
 from services.worker.forward.staging import to_device
 from services.worker.ops import Ops, load_ops
 from services.worker.sampling.logprobs import make_logprobs
@@ -157,7 +156,10 @@ def sample_with(ops: Ops, logits: Tensor, drafted: RowsWithDrafts) -> SampledTok
     if len(options.edited):
         drawn, there, failed_rows = sampler.redraw_runs(logits, drawn, rows, runs, options.edited)
     counts = ops.accept(drawn, there.wanted, there.firsts)[0] if drafted.has_drafts else None
-    sampled = replace(read_tokens(drawn, counts, runs), failed_grammar_rows=failed_rows.astype(np.int32))
+    both = (drawn if counts is None else torch.cat((drawn, counts))).cpu().numpy()
+    num_places = len(runs.wanted)
+    sampled = SampledTokens.of(both) if counts is None else runs.cut(both[:num_places], both[num_places:])
+    sampled = replace(sampled, failed_grammar_rows=failed_rows.astype(np.int32))
     scored = options.scored_places(runs, sampled.counts)
     is_good = np.isin(runs.rows()[scored.places], sampled.not_finite_rows, invert=True)
     if not is_good.any():

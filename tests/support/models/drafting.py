@@ -16,7 +16,8 @@ from typing_extensions import override
 
 from services.worker.batch.decodes import Drafts
 from services.worker.batch.enter_checks import BatchLimits
-from services.worker.drafts.drafter import ComputedStep, DraftProposer, DraftRows
+from services.worker.batch.step_input import StepInput, StepTokens
+from services.worker.drafts.drafter import DraftProposer, DraftRows, Observe
 from services.worker.drafts.ngram_drafts import LookupProposer
 from services.worker.forward.forward_context import ForwardContext, forward_context
 from services.worker.forward.kv_cache import KvCache, KvCacheSpec
@@ -166,8 +167,12 @@ class CheckedProposer(DraftProposer):
         self._proposer.forget(slots)
 
     @override
-    def observe(self, step: ComputedStep) -> None:
-        self._proposer.observe(step)
+    def observe(self, inputs: StepInput, tokens: StepTokens) -> Observe | None:
+        return self._proposer.observe(inputs, tokens)
+
+    @override
+    def learn(self, slots: Int32Column, num_known: Int32Column) -> None:
+        self._proposer.learn(slots, num_known)
 
     @override
     def propose(self, rows: DraftRows) -> Drafts:

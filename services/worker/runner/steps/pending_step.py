@@ -35,7 +35,7 @@ _NO_TOKENS: Int32Column = np.empty(0, np.int32)
 
 @dataclass(slots=True)
 class PendingStep:
-    """A step that was launched. `finish` is called once, `drawn` any number of times, both from any thread."""
+    """A step that was launched. `finish` is called once, the others any number of times, all from any thread."""
 
     step: Step
     job: StepJob
@@ -55,6 +55,13 @@ class PendingStep:
         """[num_places], the tokens that the device drew, -1 where logits are not finite. Waits as `finish` does."""
         arrays = self._read()
         return np.empty(0, np.int64) if self.job.results.drawn is None else arrays[0]
+
+    def sampled(self) -> SampledTokens:
+        """The rows' tokens, without what else their options ask for. Waits as `finish` does."""
+        arrays, results = self._read(), self.job.results
+        if results.drawn is None:
+            return SampledTokens(_NO_TOKENS, _NO_TOKENS)
+        return SampledTokens.of(arrays[0]) if results.counts is None else self.job.runs.cut(arrays[0], arrays[1])
 
     def finish(self) -> StepResult:
         """Wait for the device, without spinning, read the results and count the step.
@@ -95,11 +102,12 @@ class PendingStep:
             return self._arrays
 
     def _sampled(self, arrays: Iterator[_Array]) -> SampledTokens:
-        results = self.job.results
+        sampled, results = self.sampled(), self.job.results
         if results.drawn is None:
-            return SampledTokens(_NO_TOKENS, _NO_TOKENS)
+            return sampled
         drawn = next(arrays)
-        sampled = SampledTokens.of(drawn) if results.counts is None else self.job.runs.cut(drawn, next(arrays))
+        if results.counts is not None:
+            next(arrays)
         if results.failed_rows is not None:
             failed = results.failed_rows[drawn[self.job.runs.firsts[results.failed_rows]] >= 0]
             sampled = replace(sampled, failed_grammar_rows=failed.astype(np.int32))

@@ -99,6 +99,8 @@ class StepJob:
     options: RowOptions | None
     """The options of the rows; None if none has any."""
     results: JobResults
+    hidden: Tensor | None = None
+    """[num_tokens, hidden], the model's output for the step's tokens, for a draft proposer; None once it was noted."""
     first_draw: Draw | None = None
     """The draw of a step with edited rows, until these are drawn again."""
     _runs: Runs | None = None

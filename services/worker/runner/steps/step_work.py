@@ -1,4 +1,4 @@
-"""What a step has the device compute. Nothing here waits for it, except for drafts."""
+"""What a step has the device compute. Nothing here waits for it, except for edits and states of rows with drafts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from services.worker.batch.device_batch import DeviceBatch
 from services.worker.batch.step_input import StepInput
-from services.worker.drafts.draft_end import DraftEnd, read_tokens
 from services.worker.drafts.drafted_states import DraftedRows, ModelStates
+from services.worker.drafts.drafter import ComputedTokens, Observe
+from services.worker.drafts.state_end import StateEnd
 from services.worker.forward.forward_context import (
     AttentionMetadata,
     DpMetadata,
@@ -43,11 +44,11 @@ class StepWork:
         kv_cache: KvCache,
         columns: DeviceBatch,
         graphs: StepGraphs | None,
-        draft_end: DraftEnd | None,
         *,
+        has_drafts: bool,
         states: ModelStates | None = None,
     ) -> None:
-        """There is a `draft_end` if tokens are drafted; models with recurrent layers have `states`."""
+        """`has_drafts` says that tokens are drafted; models with recurrent layers have `states`."""
         self._device = rank.device
         self._ops = rank.ops
         self._model = rank.model
@@ -57,7 +58,10 @@ class StepWork:
         self._states = states
         self._columns = columns
         self._graphs = graphs
-        self._draft_end = draft_end
+        self._has_drafts = has_drafts
+        self._state_end: StateEnd | None = None
+        if states is not None and states.drafted is not None:
+            self._state_end = StateEnd(states.cache, states.drafted, kv_cache.block_size)
         # As the device has them.
         self._decode_slots: Int32Column = np.empty(0, np.int32)
         self._query_starts = torch.arange(columns.num_slots + 1, dtype=torch.int32, device=rank.device)
@@ -95,14 +99,14 @@ class StepWork:
         }
         if self._states is not None and len(step_input.slots):
             arrays["state_slots"] = step_input.slots.astype(np.int64)
-        if step_input.num_decodes and self._draft_end is None:
+        if step_input.num_decodes and not self._has_drafts:
             # Without drafts these are the first tokens.
             arrays["unknown_slots"] = step_input.slots[: step_input.num_decodes].astype(np.int64)
         return arrays
 
     @torch.inference_mode()
     def compute(self, job: StepJob) -> None:
-        """All of a step's work, except for the second draw of edited rows; see `Stream.enqueue`."""
+        """A step's work up to its results, except for the second draw of edited rows; see `Stream.enqueue`."""
         arrays = job.staging.upload()
         self._columns.apply(arrays, job.step_input.table_width)
         if self._states is not None:
@@ -118,8 +122,11 @@ class StepWork:
                 self._logits(hidden[-1:], None)
         if len(job.step_input.row_slots):
             self._draw(job, hidden, DrawnRows.of(arrays, positions))
-        if self._draft_end is not None:
-            self._end_with_drafts(self._draft_end, job, hidden)
+        if self._has_drafts:
+            # Else it would only keep its memory.
+            job.hidden = hidden
+        if self._state_end is not None:
+            self._end_states(self._state_end, job)
         elif self._states is not None and "saved_from" in arrays:
             job.results.not_finite_saves = self._states.cache.save(arrays["saved_from"], arrays["saved_to"])
         if job.first_draw is None:
@@ -135,6 +142,15 @@ class StepWork:
         job.first_draw = None
         self._end_draw(job, first._replace(drawn=self._sampler.redraw(first.logits, first.drawn, options.rows, edited)))
         job.staging.download(job.results.tensors())
+
+    @torch.inference_mode()
+    def observe(self, job: StepJob, note: Observe) -> None:
+        """Let a proposer note what the step computed."""
+        hidden, results = job.hidden, job.results
+        assert hidden is not None, "computed by `compute`"
+        job.hidden = None
+        drawn = self._query_starts[:0].long() if results.drawn is None else results.drawn.clamp(min=0)
+        note(ComputedTokens(hidden, drawn, results.counts))
 
     def _decode(self, job: StepJob) -> tuple[Tensor, Tensor]:
         """Compute a plain decode: hidden states [num_rows, hidden], and the positions of the tokens to draw."""
@@ -243,7 +259,7 @@ class StepWork:
         draw = Draw(rows, logits, drawn)
         if not job.is_edited:
             self._end_draw(job, draw)
-        elif self._draft_end is None:
+        elif not self._has_drafts:
             job.first_draw = draw
         else:
             self._end_draw(job, self._redraw_runs(job, draw, logits))
@@ -277,14 +293,12 @@ class StepWork:
             results.scored = scored = job.options.scored_places(job.runs, counts)
             results.scores = self._sampler.score(draw.logits, draw.drawn, scored.places, scored.wanted)
 
-    def _end_with_drafts(self, end: DraftEnd, job: StepJob, hidden: Tensor) -> None:
-        """Let drafts, and states that take them in, go on from what was drawn. Waits."""
-        assert job.tokens is not None, "made for every step with drafts"
-        drawn, sampled, padded = job.results.drawn, None, self._draft_graph(job)
-        if drawn is not None:
-            sampled = read_tokens(drawn, job.results.counts, job.runs)
+    def _end_states(self, end: StateEnd, job: StepJob) -> None:
+        """Let states take in the tokens that were accepted. Waits for their counts."""
+        counts, padded = job.results.counts, self._draft_graph(job)
         width = 0 if padded is None else padded.graphs.row_width
-        job.results.not_finite_saves = end.finish(job.step_input, job.tokens, hidden, sampled, width)
+        host_counts = None if counts is None else counts.cpu().numpy().astype(np.int32)
+        job.results.not_finite_saves = end.finish(job.step_input, host_counts, width)
 
     def _draft_graph(self, job: StepJob) -> _DraftGraph | None:
         """The graph of tokens with drafts that computes the step; None if none does."""

@@ -17,7 +17,7 @@ from services.worker.batch.enter_checks import BatchLimits
 from services.worker.batch.input_batch import InputBatch
 from services.worker.batch.step_input import StepInput
 from services.worker.drafts.draft_model import DraftModelProposer
-from services.worker.drafts.drafter import ComputedStep, Drafter, DraftProposer
+from services.worker.drafts.drafter import ComputedTokens, Drafter, DraftProposer
 from services.worker.drafts.greedy_drafts import DraftChain
 from services.worker.drafts.mtp_drafts import MtpProposer
 from services.worker.forward.kv_cache import KvCache, KvCacheSpec
@@ -123,9 +123,13 @@ def finish(batch: InputBatch, proposer: DraftProposer, step_input: StepInput) ->
     counts = None if draft_counts is None else (draft_counts + 1).astype(np.int32)
     num_drawn = len(step_input.row_slots) if counts is None else int(counts.sum())
     token_ids = np.ones(num_drawn, np.int32)
+    note = proposer.observe(step_input, tokens)
+    if note is not None:
+        hidden = torch.empty(step_input.num_tokens, TINY_CONFIG["hidden_size"], dtype=torch.bfloat16, device=META)
+        drawn = torch.empty(num_drawn, dtype=torch.int64, device=META)
+        device_counts = None if counts is None else torch.empty(len(counts), dtype=torch.int64, device=META)
+        note(ComputedTokens(hidden, drawn, device_counts))
     batch.record_sampled(step_input.row_slots, token_ids, counts)
-    hidden = torch.empty(step_input.num_tokens, TINY_CONFIG["hidden_size"], dtype=torch.bfloat16, device=META)
-    proposer.observe(ComputedStep(step_input, tokens, hidden, token_ids, counts))
 
 
 @torch.inference_mode()
