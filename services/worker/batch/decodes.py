@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from services.worker.batch.block_tables import BlockTables
 from shared.step.columns import Int32Column
@@ -18,8 +20,16 @@ NO_DRAFTS: Int32Column = np.empty(0, np.int32)
 class Drafts:
     """Guesses for some sequences."""
 
-    token_ids: Int32Column  # [sum of counts], sequence after sequence
+    token_ids: Int32Column  # [sum of counts], sequence after sequence; 0 where the device computes them
     counts: Int32Column  # [num_sequences], at least 0
+    compute: Callable[[], Tensor] | None = None
+    """Computes them as part of the step, without waiting: [sum of counts] int64. Called once, even without drafts; None
+    if the host knows them."""
+
+    @classmethod
+    def on_device(cls, counts: Int32Column, compute: Callable[[], Tensor]) -> Drafts:
+        """Drafts that only the device will know."""
+        return cls(np.zeros(counts.sum(), np.int32), counts, compute)
 
 
 class DraftSource(Protocol):
@@ -62,6 +72,8 @@ class Decodes:
     slots: Int32Column
     drafts: Drafts | None
     """For `slots`; None means that no sequence has any."""
+    compute_drafts: Callable[[], Tensor] | None = None
+    """See `Drafts.compute`."""
 
     def row_numbers(self, num_rows: int) -> npt.NDArray[np.int64] | None:
         """[num_rows], the result's row of each computed row, these decodes first; None means the same."""

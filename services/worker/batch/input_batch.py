@@ -261,7 +261,7 @@ class InputBatch:
             numbers = np.flatnonzero(~is_full)
             slots = slots[numbers]
         drafts = self._drafter.propose(slots, self._draft_room(slots), most_together=room, tables=self._tables)
-        return Decodes(num_slots, numbers, slots, drafts if len(drafts.token_ids) else None)
+        return Decodes(num_slots, numbers, slots, drafts if len(drafts.token_ids) else None, drafts.compute)
 
     def _draft_room(self, slots: Int32Column) -> Int32Column:
         """Drafts each sequence has room for; one more token is drawn after them."""
@@ -310,6 +310,7 @@ class InputBatch:
             changes=self._changes.take(self._tables.width),
             chunks=tuple(chunks),
             draft_token_ids=NO_DRAFTS if drafts is None else drafts.token_ids,
+            compute_drafts=decodes.compute_drafts,
             draft_counts=decodes.draft_counts(len(row_slots)),
             scored_chunks=scored,
         )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from services.worker.forward.staging import HostArrays
 from shared.step.columns import Int32Column
@@ -35,7 +37,8 @@ class StepTokens:
     """A step's tokens and their places in the cache, in host arrays that belong to it alone."""
 
     token_ids: npt.NDArray[np.int64]
-    """[num_tokens], possibly none; 0 for a decode's last token, which the device has, unless drafts are made."""
+    """[num_tokens], possibly none; 0 for what only the device has: drafts that it computes, and a decode's last token
+    unless drafts are made."""
     positions: npt.NDArray[np.int64]  # [num_tokens], each token's position in its sequence
     slot_mapping: npt.NDArray[np.int64]  # [num_tokens], block_id * block_size + offset; -1: its KV is not stored
     block_tables: Int32Column  # [num_seqs, most blocks of one sequence], 0 after a sequence's last block
@@ -88,7 +91,10 @@ class StepInput:
     changes: HostArrays
     """What the step changes by slot; see `DeviceBatch.apply` and `state_changes`."""
     chunks: tuple[PrefillChunk, ...] = ()
-    draft_token_ids: Int32Column = field(default_factory=lambda: _NO_SLOTS)  # [num_drafts], row after row
+    draft_token_ids: Int32Column = field(default_factory=lambda: _NO_SLOTS)
+    """[num_drafts], row after row; 0 where the device computes them."""
+    compute_drafts: Callable[[], Tensor] | None = None
+    """See `Drafts.compute`."""
     draft_counts: Int32Column | None = None  # [num_rows], drafts of each row; None means that no row has any
     scored_chunks: tuple[ScoredChunk, ...] = ()
 

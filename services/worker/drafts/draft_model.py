@@ -76,7 +76,7 @@ class DraftModelProposer(DraftProposer):
         self._num_computed[slots] = np.minimum(self._num_computed[slots], num_known - 1)
 
     def propose(self, rows: DraftRows) -> Drafts:
-        """See `DraftProposer.propose`; waits for the device once, see `greedy_drafts`."""
+        """See `DraftProposer.propose`; the device computes them, see `greedy_drafts`."""
         # The last draft is never computed, so it may be one past the context.
         counts = np.clip(self._model.context_length + 1 - rows.num_known, 0, rows.counts_in_room()).astype(np.int32)
         num_computed = self._num_computed[rows.slots]
@@ -94,19 +94,26 @@ class DraftModelProposer(DraftProposer):
         num_known = rows.num_known[active]
         backlog = TokenRuns(num_computed[active], lengths[active])
         newest = [TokenRuns.single(num_known[:size] + place) for place, size in enumerate(chain.sizes[1:])]
-        others = {"token_ids": np.concatenate(missing).astype(np.int64), "lasts": backlog.lasts}
-        passes = self._passes(rows.block_tables()[active], [backlog, *newest], others)
+        others = {
+            "token_ids": np.concatenate(missing).astype(np.int64),
+            "lasts": backlog.lasts,
+            "by_row": chain.by_row(),
+        }
+        tables, runs = rows.block_tables()[active], [backlog, *newest]
+        return Drafts.on_device(counts, lambda: self._draft(chain, self._passes(tables, runs, others)))
+
+    def _draft(self, chain: DraftChain, passes: ForwardPasses) -> Tensor:
+        """Compute the missing tokens, the first of `passes`, and then the chain's drafts, row after row."""
         hidden = self._compute(passes, 0, passes.arrays["token_ids"])
 
         def advance(token_ids: Tensor, _: Tensor, num_drafted: int) -> Tensor:
             return self._compute(passes, num_drafted, token_ids)
 
-        return chain.draft(
-            hidden[passes.arrays["lasts"][: len(chain.drafting)]],
-            compute_logits=self._model.compute_logits,
-            ops=self._ops,
-            advance=advance,
-        )
+        if not chain.sizes:
+            return passes.arrays["by_row"]
+        first = hidden[passes.arrays["lasts"][: len(chain.drafting)]]
+        drafts = chain.draft(first, compute_logits=self._model.compute_logits, ops=self._ops, advance=advance)
+        return drafts[passes.arrays["by_row"]]
 
     def _at_once(self, num_missing: Int32Column) -> Int32Column:
         """How many of each row's missing tokens to compute in one forward pass, first rows first."""

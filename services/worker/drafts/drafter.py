@@ -11,7 +11,7 @@ A draft never changes what is generated, only how many tokens a step yields.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -105,7 +105,7 @@ class DraftProposer:
         """The rows of the last step that was planned have `num_known` tokens now: [num_rows] each."""
 
     def propose(self, rows: DraftRows) -> Drafts:
-        """Guess the next tokens of at least one sequence.
+        """Guess the next tokens of at least one sequence, after what was planned to be noted of the last step.
 
         Returns:
             For each row 0 to `most` tokens, and at most `most_together` in total.
@@ -174,7 +174,7 @@ class Drafter(DraftSource):
         counts[rows] = drafts.counts
         for row, count in zip(rows.tolist(), drafts.counts.tolist(), strict=True):
             sequences[row].num_drafted = count
-        return Drafts(drafts.token_ids, counts)
+        return replace(drafts, counts=counts)
 
     @override
     def record(self, slots: Int32Column, token_ids: Int32Column, counts: Int32Column | None) -> None:

@@ -1,13 +1,10 @@
 """Greedy drafts from a model, for all sequences together.
 
 A sequence's drafts are a chain: each is computed from the one before it. Everything else is known beforehand, so that
-the device goes from one to the next without the host:
+the device goes from one to the next, and on to the step that checks them, without the host:
 
-    host      upload all inputs   launch every pass   wait                  plan the step
-    device                           d0   d1   d2   …   copy the drafts
-
-The step that checks the drafts is planned on the host, which therefore waits once per step, for the whole chain. The
-device then idles until that step is launched.
+    host      upload all inputs   launch every pass and the step
+    device                           d0   d1   d2   …   the step
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from services.worker.batch.decodes import NO_DRAFTS, Drafts
 from services.worker.ops import Ops
 from shared.step.columns import Int32Column
 
@@ -65,8 +61,8 @@ class DraftChain:
 
     def draft(
         self, hidden: Tensor, *, compute_logits: Callable[[Tensor], Tensor], ops: Ops, advance: Advance
-    ) -> Drafts:
-        """Compute all drafts; waits for the device once, at the end.
+    ) -> Tensor:
+        """Compute all drafts, at least one, without waiting for the device: [sum of counts] int64, draft after draft.
 
         Ties go to the lower token id; logits that are not finite give some token of the vocabulary.
 
@@ -75,22 +71,20 @@ class DraftChain:
             compute_logits: Hidden states [n, hidden] to logits [n, vocabulary] float32.
             advance: Called once per further draft, for all rows together.
         """
-        if not self.sizes:
-            return Drafts(NO_DRAFTS, self.counts)
         token_ids, _ = ops.greedy_sample(compute_logits(hidden))
         drafted = [token_ids]
         for place, size in enumerate(self.sizes[1:], start=1):
             hidden = advance(token_ids[:size], hidden[:size], place)
             token_ids, _ = ops.greedy_sample(compute_logits(hidden))
             drafted.append(token_ids)
-        return Drafts(self._by_row(torch.cat(drafted).cpu().numpy()), self.counts)
+        return torch.cat(drafted)
 
-    def _by_row(self, token_ids: npt.NDArray[np.int64]) -> Int32Column:
-        """Reorder tokens from draft after draft, each of the rows in order, to row after row."""
+    def by_row(self) -> npt.NDArray[np.int64]:
+        """[sum of counts], where `draft` leaves the drafts, row after row."""
         has_draft = np.arange(len(self.sizes))[:, None] < self.counts[self.order]
-        by_place = np.zeros(has_draft.shape, np.int32)
-        by_place[has_draft] = token_ids
+        by_place = np.zeros(has_draft.shape, np.int64)
+        by_place[has_draft] = np.arange(has_draft.sum())
         by_row = np.empty_like(by_place.T)
         by_row[self.order] = by_place.T
-        drafts: Int32Column = by_row[np.arange(len(self.sizes)) < self.counts[:, None]]
-        return drafts
+        places: npt.NDArray[np.int64] = by_row[np.arange(len(self.sizes)) < self.counts[:, None]]
+        return places

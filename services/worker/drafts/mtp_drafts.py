@@ -105,13 +105,17 @@ class MtpProposer(DraftProposer):
         return note
 
     def propose(self, rows: DraftRows) -> Drafts:
-        """See `DraftProposer.propose`; waits for the device once, see `greedy_drafts`."""
+        """See `DraftProposer.propose`; the device computes them, see `greedy_drafts`."""
         chain = DraftChain.make(rows.counts_in_room())
         num_known = rows.num_known[chain.drafting]
         # The first draft is at position `num_known`; it is combined with the hidden state of the token just before.
         runs = [TokenRuns.single(num_known[:size] + (place - 1)) for place, size in enumerate(chain.sizes[1:])]
-        slots = rows.slots[chain.drafting].astype(np.int64)
-        passes = self._passes(rows.block_tables()[chain.drafting], runs, {"slots": slots})
+        arrays = {"slots": rows.slots[chain.drafting].astype(np.int64), "by_row": chain.by_row()}
+        tables = rows.block_tables()[chain.drafting]
+        return Drafts.on_device(chain.counts, lambda: self._draft(chain, self._passes(tables, runs, arrays)))
+
+    def _draft(self, chain: DraftChain, passes: ForwardPasses) -> Tensor:
+        """Compute a chain's drafts, row after row."""
 
         def advance(token_ids: Tensor, hidden: Tensor, num_drafted: int) -> Tensor:
             layer = min(num_drafted, self._layers.num_layers - 1)
@@ -122,12 +126,9 @@ class MtpProposer(DraftProposer):
                 get_forward_context().selection.pin(self._selected[passes.arrays["slots"][: len(positions)]])
             return self._layers.forward(hidden, token_ids, positions, layer)
 
-        return chain.draft(
-            self._last[0].index_select(0, passes.arrays["slots"]),
-            compute_logits=self._layers.compute_logits,
-            ops=self._ops,
-            advance=advance,
-        )
+        first = self._last[0].index_select(0, passes.arrays["slots"])
+        drafts = chain.draft(first, compute_logits=self._layers.compute_logits, ops=self._ops, advance=advance)
+        return drafts[passes.arrays["by_row"]]
 
     def _make_room(self, hidden: Tensor) -> None:
         """Size and dtype are known with the epoch's first step."""

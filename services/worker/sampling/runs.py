@@ -67,7 +67,8 @@ class Runs:
     """The runs of a step's rows, on the host."""
 
     firsts: _Numbers  # [num_rows], ascending
-    wanted: _Numbers  # [num_places]
+    wanted: _Numbers
+    """[num_places], as in `DeviceRuns`; 0 for drafts that the device computes."""
 
     @classmethod
     def of(cls, num_rows: int, draft_counts: Int32Column | None, draft_token_ids: Int32Column) -> Runs:
@@ -89,6 +90,10 @@ class Runs:
         """[num_places], how many places of its run come before each."""
         offsets: _Numbers = np.arange(len(self.wanted)) - self.firsts[self.rows()]
         return offsets
+
+    def drafted(self) -> _Numbers:
+        """[num_drafts], the places whose next one was computed with a draft, row after row."""
+        return np.flatnonzero(self.wanted >= 0)
 
     def accepted(self, counts: Int32Column) -> _Numbers:
         """The first `counts` [num_rows] places of each run, row after row."""

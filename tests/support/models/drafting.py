@@ -179,13 +179,23 @@ class CheckedProposer(DraftProposer):
         drafts = self._proposer.propose(rows)
         assert (drafts.counts <= rows.most).all()
         assert len(drafts.token_ids) == drafts.counts.sum() <= rows.most_together
-        token_ids = drafts.token_ids.tolist()
-        for known, count in zip(rows.token_ids, drafts.counts.tolist(), strict=True):
-            its_drafts, token_ids = token_ids[:count], token_ids[count:]
-            if count:
-                assert its_drafts == self._oracle(known.tolist(), count)
-        self.num_drafted += len(drafts.token_ids)
-        return drafts
+        expected = [
+            token
+            for known, count in zip(rows.token_ids, drafts.counts.tolist(), strict=True)
+            for token in (self._oracle(known.tolist(), count) if count else ())
+        ]
+        self.num_drafted += len(expected)
+        compute = drafts.compute
+        if compute is None:
+            assert drafts.token_ids.tolist() == expected
+            return drafts
+
+        def compute_checked() -> Tensor:
+            token_ids = compute()
+            assert token_ids.tolist() == expected
+            return token_ids
+
+        return replace(drafts, compute=compute_checked)
 
 
 def num_accepted(driver: WorkerDriver) -> int:

@@ -87,6 +87,9 @@ class StepWork:
             arrays["place_slots"] = arrays["row_slots"][row]
             arrays["place_positions"] = step_input.row_positions[row] + job.runs.offsets()
             arrays |= job.runs.arrays()
+            if step_input.compute_drafts is not None:
+                # Decodes are a step's first sequences, so their tokens are its first ones too.
+                arrays["drafted_places"] = job.runs.drafted()
         if (padded := self._draft_graph(job)) is not None:
             return arrays | padded.graphs.pad(step_input, tokens, padded.size)
         arrays |= {
@@ -111,6 +114,8 @@ class StepWork:
         self._columns.apply(arrays, job.step_input.table_width)
         if self._states is not None:
             self._states.cache.begin_sequences(arrays)
+        if job.step_input.compute_drafts is not None:
+            arrays = _with_drafts(arrays, job.step_input.compute_drafts())
         if job.step_input.is_plain_decode:
             hidden, positions = self._decode(job)
         else:
@@ -267,9 +272,12 @@ class StepWork:
     def _redraw_runs(self, job: StepJob, draw: Draw, logits: Tensor) -> Draw:
         """Draw edited rows whose step has drafts to check, or drafts that follow it. Waits."""
         assert job.options is not None, "what edits them"
-        redrawn = self._sampler.redraw_runs(logits, draw.drawn, job.options.rows, job.runs, job.options.edited)
+        rows, runs = draw.rows, job.runs
+        if rows.places is not None:
+            # The device may have computed them.
+            runs = replace(runs, wanted=rows.places.runs.wanted.cpu().numpy())
+        redrawn = self._sampler.redraw_runs(logits, draw.drawn, job.options.rows, runs, job.options.edited)
         job.results.failed_rows = redrawn.failed_rows
-        rows = draw.rows
         if rows.places is not None:
             rows = rows._replace(places=rows.places._replace(runs=redrawn.runs))
         return Draw(rows, logits, redrawn.drawn)
@@ -309,6 +317,21 @@ class StepWork:
 class _DraftGraph(NamedTuple):
     graphs: DraftGraphs
     size: int
+
+
+def _with_drafts(arrays: dict[str, Tensor], drafts: Tensor) -> dict[str, Tensor]:
+    """A step's arrays with the drafts [num_drafts] int64 that the device has computed for it, if it has any."""
+    if "drafted_places" not in arrays:
+        return arrays
+    places = arrays["drafted_places"]
+    name, tokens = "token_ids", places + 1
+    if "padded_token_ids" in arrays:
+        name, tokens = "padded_token_ids", arrays["padded_places"][tokens]
+    return {
+        **arrays,
+        "run_wanted": arrays["run_wanted"].index_copy(0, places, drafts),
+        name: arrays[name].index_copy(0, tokens, drafts),
+    }
 
 
 def _num_drafted(job: StepJob) -> int:

@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from services.worker.drafts.draft_model import DraftModelProposer
+from services.worker.drafts.drafter import Drafting
+from services.worker.drafts.mtp_drafts import MtpProposer
 from services.worker.forward.staging import PinnedStaging, Staging
 from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadOptions, load_model
@@ -28,6 +31,7 @@ from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution, ModelRunner
 from services.worker.runner.stream import EnqueuedWork
+from services.worker.weights.dummy_weights import DummyWeights
 from shared.errors import InternalError
 from shared.request.sampling_params import SamplingOptions
 from shared.step.step import Step
@@ -173,6 +177,55 @@ def test_a_graph_with_experts_on_other_ranks_reads_nothing_from_the_device(tmp_p
     with pytest.raises(InternalError) as raised:
         runner.launch(idle)
     assert "bincount" in str(raised.value.__cause__)
+
+
+class OnesStaging(UnreadStaging):
+    """Staging of a device whose drafts are all wrong."""
+
+    @override
+    def read(self) -> list[npt.NDArray[Any]]:
+        return [np.ones_like(result) for result in self._unread]
+
+
+class OnesStream(MetaStream):
+    """A device that draws token 1, once for each row."""
+
+    @override
+    def claim_staging(self) -> Staging:
+        return OnesStaging(META, is_pinned=False)
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+@pytest.mark.parametrize("drafts_by", ["mtp", "mtp, shared selection", "draft model"])
+@pytest.mark.usefixtures("make_runner")
+def test_a_launch_with_drafts_of_a_model_reads_nothing_from_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafts_by: str, has_graphs: bool
+) -> None:
+    # Dummy weights have no such layers otherwise.
+    monkeypatch.setattr(DummyWeights, "__contains__", lambda _, name: name.endswith("eh_proj.weight"))
+    config = {"mtp": DEEPSEEK, "mtp, shared selection": GLM, "draft model": LLAMA}[drafts_by]
+    if drafts_by != "draft model":
+        config = {**config, "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    ops, options = load_ops("triton"), LoadOptions(with_mtp=drafts_by != "draft model", dummy_seed=1, device=META)
+    loaded = load_model(tmp_path, ops, torch.bfloat16, lambda _: None, options=options)
+    mtp, capture = loaded.model.mtp, RecordingCapture()
+    proposer = DraftModelProposer(loaded.model, ops) if mtp is None else MtpProposer(mtp, ops)
+    execution = Execution(GraphSettings(capture, (1, 4, 8)) if has_graphs else None, OnesStream())
+    runner = ModelRunner(loaded, ops, KvCacheSize(0, 64), drafting=Drafting(proposer, 3), execution=execution)
+    runner.attach(block_size=4, max_num_seqs=8, max_num_batched_tokens=256)
+    enters = [make_enter(0, [5, 9, 2], range(8)), make_enter(1, [3], range(8, 16), temperature=0.7, seed=9)]
+    chunked = make_enter(2, [7] * 5, range(16, 24), num_later_tokens=3)
+    launched = [
+        prefill_step(*enters),
+        decode_step(),
+        mixed_step(chunked),
+        mixed_step(chunks=[make_chunk(2, [1, 2, 3])]),
+    ]
+    pending = [runner.launch(step) for step in (*launched, decode_step(), decode_step(), decode_step(leave=[1]))]
+    outputs = [step.finish() for step in pending]
+    assert [output.num_draft_tokens > 0 for output in outputs] == [False, True, True, False, True, True, False]
+    assert not has_graphs or sum(capture.replays) > 0
 
 
 def test_steps_with_every_option_read_only_tokens(
