@@ -19,7 +19,7 @@ _NUM_FUNCTIONS = {
     "decode: worker": 151,
     "decode: tokenizer": 25,
     "drafted step: scheduler": 92,
-    "drafted step: worker": 167,
+    "drafted step: worker": 168,
     "drafted step: tokenizer": 25,
 }
 
