@@ -9,17 +9,17 @@ from tests.support.tables.step_path import Touched, measure
 # What `python -m tests.support.tables.step_path` prints. `--list` names the functions.
 _NUM_FUNCTIONS = {
     "RPC to queue": 213,
-    "plan to forward": 196,
+    "plan to forward": 185,
     "forward itself": 33,
-    "forward to result": 88,
+    "forward to result": 85,
     "result to text": 152,
     "HTTP to queue": 288,
     "result to HTTP": 190,
     "decode: scheduler": 84,
-    "decode: worker": 151,
+    "decode: worker": 142,
     "decode: tokenizer": 25,
     "drafted step: scheduler": 92,
-    "drafted step: worker": 168,
+    "drafted step: worker": 158,
     "drafted step: tokenizer": 25,
 }
 

@@ -25,18 +25,15 @@ class BlockTables:
         self._num_pool_blocks = num_pool_blocks
         # No table without repeats is longer than the pool.
         self._max_width = min(max_blocks_per_sequence, num_pool_blocks)
-        self._ids = np.zeros((num_slots, min(_FIRST_WIDTH, self._max_width)), dtype=np.int32)
+        self.width = min(_FIRST_WIDTH, self._max_width)
+        """Columns; never fewer than before."""
+        self._ids = np.zeros((num_slots, self.width), dtype=np.int32)
         self._num_blocks = np.zeros(num_slots, dtype=np.int32)
 
     @property
     def num_bytes(self) -> int:
         """Memory of the tables."""
         return self._ids.nbytes
-
-    @property
-    def width(self) -> int:
-        """Columns; never fewer than before."""
-        return self._ids.shape[1]
 
     def num_blocks(self, slots: Int32Column) -> Int32Column:
         """Table lengths in blocks."""
@@ -95,8 +92,8 @@ class BlockTables:
     def _make_room(self, width: int) -> None:
         if width > self._max_width:
             raise StepMismatchError("a block table is longer than one sequence can use", limit=self._max_width)
-        old_width = self._ids.shape[1]
-        if width > old_width:
-            grown = np.zeros((len(self._ids), min(max(width, 2 * old_width), self._max_width)), dtype=np.int32)
+        if width > self.width:
+            old_width, self.width = self.width, min(max(width, 2 * self.width), self._max_width)
+            grown = np.zeros((len(self._ids), self.width), dtype=np.int32)
             grown[:, :old_width] = self._ids
             self._ids = grown

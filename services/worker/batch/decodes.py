@@ -31,6 +31,12 @@ class Drafts:
         """Drafts that only the device will know."""
         return cls(np.zeros(counts.sum(), np.int32), counts, compute)
 
+    def counts_of_rows(self, num_rows: int) -> Int32Column:
+        """[num_rows], drafts of each row of a step whose first rows are these sequences."""
+        counts = np.zeros(num_rows, np.int32)
+        counts[: len(self.counts)] = self.counts
+        return counts
+
 
 class DraftSource(Protocol):
     """What a batch with drafts tells about its sequences, and asks for; see `Drafter`."""
@@ -75,17 +81,8 @@ class Decodes:
     compute_drafts: Callable[[], Tensor] | None = None
     """See `Drafts.compute`."""
 
-    def row_numbers(self, num_rows: int) -> npt.NDArray[np.int64] | None:
-        """[num_rows], the result's row of each computed row, these decodes first; None means the same."""
-        if self.numbers is None:
-            return None
+    def row_numbers(self, num_rows: int) -> npt.NDArray[np.int64]:
+        """[num_rows], the result's row of each computed row, these decodes first. Only some of them are computed."""
+        assert self.numbers is not None, "all are computed"
         num_others = num_rows - len(self.numbers)
         return np.concatenate([self.numbers, np.arange(self.num_slots, self.num_slots + num_others)])
-
-    def draft_counts(self, num_rows: int) -> Int32Column | None:
-        """[num_rows], drafts of each row, these decodes first; None means that no row has any."""
-        if self.drafts is None:
-            return None
-        counts = np.zeros(num_rows, np.int32)
-        counts[: len(self.slots)] = self.drafts.counts
-        return counts

@@ -290,33 +290,36 @@ class InputBatch:
         num_blocks_needed = self._check_lengths(slots, context_lens)
         cu_seqlens_q = np.zeros(len(slots) + 1, dtype=np.int32)
         np.cumsum(query_lens, out=cu_seqlens_q[1:])
-        num_decodes = len(decodes.slots)
+        num_tokens, num_decodes = int(cu_seqlens_q[-1]), len(decodes.slots)
         num_done = decodes.num_slots - num_decodes
         scored = self._scored_chunks(chunks, cu_seqlens_q[num_decodes:]) if self._states else ()
         return StepInput(
             num_decodes=num_decodes,
             slots=slots,
             num_result_rows=len(row_slots) + num_done,
-            row_numbers=decodes.row_numbers(len(row_slots)),
+            row_numbers=None if decodes.numbers is None else decodes.row_numbers(len(row_slots)),
             row_slots=row_slots,
             row_indexes=row_indexes,
             row_positions=self._num_tokens[row_slots].astype(np.int64),
             context_lens=context_lens,
             query_lens=query_lens,
             cu_seqlens_q=cu_seqlens_q,
+            num_tokens=num_tokens,
+            is_prefill=bool(chunks),
+            is_plain_decode=0 < num_tokens == num_decodes == len(slots),
             num_blocks=int(num_blocks_needed.max(initial=0)),
-            has_options=self._have_options(row_slots),
+            has_options=bool(self._states) and self._have_options(row_slots),
             table_width=self._tables.width,
             changes=self._changes.take(self._tables.width),
             chunks=tuple(chunks),
             draft_token_ids=NO_DRAFTS if drafts is None else drafts.token_ids,
             compute_drafts=decodes.compute_drafts,
-            draft_counts=decodes.draft_counts(len(row_slots)),
+            draft_counts=None if drafts is None else drafts.counts_of_rows(len(row_slots)),
             scored_chunks=scored,
         )
 
     def _have_options(self, slots: Int32Column) -> bool:
-        return bool(self._states) and any(state.needs_logits for state in self._states_of(slots).values())
+        return any(state.needs_logits for state in self._states_of(slots).values())
 
     def _token_ids(self, step_input: StepInput) -> npt.NDArray[np.int64]:
         decode_slots = step_input.slots[: step_input.num_decodes]

@@ -82,6 +82,12 @@ class StepInput:
     context_lens: Int32Column  # [num_seqs], including this step's tokens
     query_lens: Int32Column  # [num_seqs], this step's tokens
     cu_seqlens_q: Int32Column  # [num_seqs + 1]
+    num_tokens: int
+    """Tokens of all sequences, and of a dummy."""
+    is_prefill: bool
+    """Whether any token belongs to a prompt."""
+    is_plain_decode: bool
+    """Whether it computes the last token of each of its sequences, and nothing else."""
     num_blocks: int
     """Blocks that the longest context needs."""
     has_options: bool
@@ -115,26 +121,14 @@ class StepInput:
             context_lens=length,
             query_lens=length,
             cu_seqlens_q=np.array([0, num_tokens], np.int32),
+            num_tokens=num_tokens,
+            is_prefill=is_prefill,
+            is_plain_decode=False,
             num_blocks=num_blocks,
             has_options=False,
             table_width=table_width,
             changes=changes,
         )
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all sequences, and of a dummy."""
-        return int(self.cu_seqlens_q[-1])
-
-    @property
-    def is_prefill(self) -> bool:
-        """Whether any token belongs to a prompt."""
-        return self.num_decodes < len(self.query_lens)
-
-    @property
-    def is_plain_decode(self) -> bool:
-        """Whether it computes the last token of each of its sequences, and nothing else."""
-        return 0 < self.num_tokens == self.num_decodes == len(self.slots)
 
     def row_sequences(self) -> npt.NDArray[np.int64]:
         """[num_rows], the rows' sequences, ascending."""

@@ -80,7 +80,8 @@ class BatchRunner:
         Raises:
             StepMismatchError: the step does not fit the batch; nothing was computed.
         """
-        self._record_sampled()
+        if self._unrecorded is not None:
+            self._record_sampled(self._unrecorded)
         step_input = self._batch.apply(step)
         dp = _dp_metadata(step, self._rank.layout, step_input.num_tokens)
         job = self._make_job(step_input, dp)
@@ -116,12 +117,11 @@ class BatchRunner:
             results=JobResults(),
         )
 
-    def _record_sampled(self) -> None:
+    def _record_sampled(self, pending: PendingStep) -> None:
         """Tell the batch, and so the proposer, the tokens of the last step with drafts. Waits for these."""
-        pending, self._unrecorded = self._unrecorded, None
-        if pending is not None:
-            sampled = pending.sampled()
-            self._batch.record_sampled(pending.job.step_input.row_slots, sampled.token_ids, sampled.counts)
+        sampled = pending.sampled()
+        self._batch.record_sampled(pending.job.step_input.row_slots, sampled.token_ids, sampled.counts)
+        self._unrecorded = None
 
     def _note(self, proposer: DraftProposer, job: StepJob) -> EnqueuedWork | None:
         """Let the proposer note a step that was enqueued; None if it has nothing to note."""

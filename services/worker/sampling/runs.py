@@ -10,7 +10,7 @@ A token is drawn at each place. A run goes on while they equal what is wanted, s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -60,6 +60,15 @@ class SampledTokens:
         firsts = drawn if first_drawn is None else first_drawn
         not_finite_rows = (firsts < 0).nonzero()[0].astype(np.int32)
         return cls(np.maximum(drawn, 0).astype(np.int32), not_finite_rows, counts, failed_grammar_rows=_NO_ROWS)
+
+    def of_some(self, numbers: _Numbers, num_rows: int) -> SampledTokens:
+        """The tokens of `num_rows` rows, of which these are the rows `numbers`, and the others have none."""
+        counts = np.zeros(num_rows, np.int32)
+        counts[numbers] = 1 if self.counts is None else self.counts
+        not_finite, failed = (
+            numbers[rows].astype(np.int32) for rows in (self.not_finite_rows, self.failed_grammar_rows)
+        )
+        return replace(self, counts=counts, not_finite_rows=not_finite, failed_grammar_rows=failed)
 
 
 @dataclass(frozen=True, slots=True)

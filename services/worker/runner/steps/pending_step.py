@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from services.worker.batch.step_input import StepInput
 from services.worker.parallel.rendezvous import PartnerLostError
 from services.worker.runner.rank import Rank
 from services.worker.runner.steps.step_job import StepJob
@@ -73,16 +72,18 @@ class PendingStep:
         with reported(step):
             arrays = iter(self._read())
             sampled = self._sampled(arrays)
+            if step_input.row_numbers is not None:
+                sampled = sampled.of_some(step_input.row_numbers, step_input.num_result_rows)
             prompts = [(each.slot, make_logprobs(_take(arrays, 3), each.indexes)) for each in results.prompts]
             not_finite = _NO_TOKENS if results.not_finite_saves is None else next(arrays).nonzero()[0].astype(np.int32)
             result = StepResult(
                 epoch=step.epoch,
                 step_id=step.step_id,
                 token_ids=sampled.token_ids,
-                not_finite_rows=_result_rows(step_input, sampled.not_finite_rows),
-                failed_grammar_rows=_result_rows(step_input, sampled.failed_grammar_rows),
+                not_finite_rows=sampled.not_finite_rows,
+                failed_grammar_rows=sampled.failed_grammar_rows,
                 device_time_us=self._device_time_us,
-                counts=_result_counts(step_input, sampled.counts),
+                counts=sampled.counts,
                 num_draft_tokens=len(step_input.draft_token_ids),
                 logprobs=sampled.logprobs,
                 prompt_logprobs=tuple(prompts),
@@ -147,15 +148,3 @@ def _logprobs(scored: ScoredPlaces, drawn: npt.NDArray[np.int64], scores: list[_
 
 def _take(arrays: Iterator[_Array], count: int) -> list[_Array]:
     return list(islice(arrays, count))
-
-
-def _result_counts(step_input: StepInput, counts: npt.NDArray[np.int32] | None) -> Int32Column | None:
-    if step_input.row_numbers is None:
-        return counts
-    result_counts = np.zeros(step_input.num_result_rows, np.int32)
-    result_counts[step_input.row_numbers] = 1 if counts is None else counts
-    return result_counts
-
-
-def _result_rows(step_input: StepInput, rows: Int32Column) -> Int32Column:
-    return rows if step_input.row_numbers is None else step_input.row_numbers[rows].astype(np.int32)

@@ -90,8 +90,8 @@ class StepWork:
             if step_input.compute_drafts is not None:
                 # Decodes are a step's first sequences, so their tokens are its first ones too.
                 arrays["drafted_places"] = job.runs.drafted()
-        if (padded := self._draft_graph(job)) is not None:
-            return arrays | padded.graphs.pad(step_input, tokens, padded.size)
+            if (padded := self._draft_graph(job)) is not None:
+                return arrays | padded.graphs.pad(step_input, tokens, padded.size)
         arrays |= {
             "token_ids": tokens.token_ids,
             "positions": tokens.positions,
@@ -181,13 +181,16 @@ class StepWork:
 
     def _compute_tokens(self, job: StepJob, arrays: dict[str, Tensor]) -> Tensor:
         """Compute tokens that the host names: hidden states [num_tokens, hidden]; empty without tokens."""
-        if (padded := self._draft_graph(job)) is not None:
-            return padded.graphs.replay_padded(padded.size, arrays)
-        if self._graphs is not None and job.graph is not None:
+        step_input, num_drafted = job.step_input, 0
+        if step_input.draft_counts is not None:
+            if (padded := self._draft_graph(job)) is not None:
+                return padded.graphs.replay_padded(padded.size, arrays)
+            num_drafted = step_input.num_decodes
+        elif self._graphs is not None and job.graph is not None:
             # A dummy, which is a row of padding.
             self._columns.pad(self._graphs.decodes.rows(job.graph))
             return self._graphs.decodes.replay(job.graph, self._columns.decode_slots[:0])
-        if not job.step_input.num_tokens:
+        if not step_input.num_tokens:
             # Every sequence to decode already has all its tokens.
             return torch.empty(0)
         token_ids = arrays["token_ids"]
@@ -195,21 +198,15 @@ class StepWork:
             last_tokens = self._columns.last_tokens(arrays["unknown_slots"])
             token_ids = torch.cat((last_tokens, token_ids[len(last_tokens) :]))
         attention = AttentionMetadata(
-            is_prefill=job.step_input.is_prefill,
+            is_prefill=step_input.is_prefill,
             slot_mapping=arrays["slot_mapping"],
             block_tables=arrays["block_tables"],
             context_lens=arrays["context_lens"],
             cu_seqlens_q=arrays["cu_seqlens_q"],
-            state_slots=self._state_slots(arrays),
-            **_host_lengths(job.step_input),
+            state_slots=None if self._states is None else _state_slots(self._states, arrays),
+            **_host_lengths(step_input),
         )
-        return self._forward(token_ids, arrays["positions"], attention, job.dp, num_drafted=_num_drafted(job))
-
-    def _state_slots(self, arrays: dict[str, Tensor]) -> Tensor | None:
-        """The slots of the step's sequences, or of a dummy."""
-        if self._states is None:
-            return None
-        return arrays["state_slots"] if "state_slots" in arrays else spare_slots(self._states.cache, 1)
+        return self._forward(token_ids, arrays["positions"], attention, job.dp, num_drafted=num_drafted)
 
     def _forward(
         self,
@@ -303,14 +300,16 @@ class StepWork:
 
     def _end_states(self, end: StateEnd, job: StepJob) -> None:
         """Let states take in the tokens that were accepted. Waits for their counts."""
-        counts, padded = job.results.counts, self._draft_graph(job)
+        counts, padded = job.results.counts, None
+        if job.step_input.draft_counts is not None:
+            padded = self._draft_graph(job)
         width = 0 if padded is None else padded.graphs.row_width
         host_counts = None if counts is None else counts.cpu().numpy().astype(np.int32)
         job.results.not_finite_saves = end.finish(job.step_input, host_counts, width)
 
     def _draft_graph(self, job: StepJob) -> _DraftGraph | None:
-        """The graph of tokens with drafts that computes the step; None if none does."""
-        drafts = None if self._graphs is None or job.step_input.draft_counts is None else self._graphs.drafts
+        """The graph that computes a step with drafts; None if none does."""
+        drafts = None if self._graphs is None else self._graphs.drafts
         return None if drafts is None or job.graph is None else _DraftGraph(drafts, job.graph)
 
 
@@ -334,9 +333,9 @@ def _with_drafts(arrays: dict[str, Tensor], drafts: Tensor) -> dict[str, Tensor]
     }
 
 
-def _num_drafted(job: StepJob) -> int:
-    """The decodes of a step with drafts, which are its first sequences; 0 if none has any."""
-    return 0 if job.step_input.draft_counts is None else job.step_input.num_decodes
+def _state_slots(states: ModelStates, arrays: dict[str, Tensor]) -> Tensor:
+    """The slots of the step's sequences, or of a dummy."""
+    return arrays["state_slots"] if "state_slots" in arrays else spare_slots(states.cache, 1)
 
 
 def _host_lengths(step_input: StepInput) -> dict[str, Any]:
