@@ -3,7 +3,8 @@
     python -m tests.bench.host_time --json host_time.json
 
 The kernels return empty tensors, so what is left is the batch, the layers' Python, and sampling. A GPU would wait for
-the host where that takes longer than its own work.
+the host where that takes longer than its own work. With drafts it also waits, once it has drawn a step's tokens, until
+the host has planned the next step: for the time outside of its work, less what a proposer's layers then compute.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from services.worker.drafts.drafter import Drafting
 from services.worker.drafts.ngram_drafts import NgramProposer
@@ -28,7 +30,8 @@ from services.worker.ops import Activation, AttentionParams, EmbeddingKernel, Li
 from services.worker.ops.cpu.backend import CpuOps
 from services.worker.ops.matrices import Matrix
 from services.worker.runner.cache_memory import KvCacheSize
-from services.worker.runner.model_runner import ModelRunner
+from services.worker.runner.model_runner import Execution, ModelRunner
+from services.worker.runner.stream import EnqueuedWork, HostStream
 from tests.bench.gpu.configs import CONFIGS
 from tests.bench.gpu.runners import BLOCK_SIZE
 from tests.bench.parts.report import Row, compare, limit, print_table, write_json
@@ -88,6 +91,21 @@ class NullOps(CpuOps):
         return torch.zeros(len(logits), dtype=torch.int64), torch.zeros(len(logits))
 
 
+class TimedStream(HostStream):
+    """A device that is idle whenever it has no work."""
+
+    def __init__(self) -> None:
+        self.idle_s = 0.0
+        self._ended_at = time.perf_counter()
+
+    @override
+    def enqueue(self, work: Callable[[], None]) -> EnqueuedWork:
+        self.idle_s += time.perf_counter() - self._ended_at
+        enqueued = super().enqueue(work)
+        self._ended_at = time.perf_counter()
+        return enqueued
+
+
 def main() -> None:
     """Measure; print a table, and write `--json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -96,29 +114,43 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="steps measured for each number of rows")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    runner, drafting = make_runner(args.layers), make_runner(args.layers, Drafting(NgramProposer(), NUM_DRAFT_TOKENS))
-    rows_to_ms = {num_rows: step_ms(runner, num_rows, args.steps) for num_rows in args.num_rows}
-    rows = [_row(num_rows, ms, rows_to_ms.get(BASE_ROWS)) for num_rows, ms in rows_to_ms.items()]
+    stream = TimedStream()
+    runner = make_runner(args.layers, stream=stream)
+    drafting = make_runner(args.layers, Drafting(NgramProposer(), NUM_DRAFT_TOKENS), stream=stream)
+    rows_to_times = {num_rows: step_times(runner, num_rows, args.steps, stream) for num_rows in args.num_rows}
+    base = rows_to_times.get(BASE_ROWS)
+    rows = [
+        _row(num_rows, times.step_ms, None if base is None else base.step_ms)
+        for num_rows, times in rows_to_times.items()
+    ]
     for num_rows in (each for each in args.num_rows if each <= MOST_DRAFTED_ROWS):
-        ms = step_ms(drafting, num_rows, args.steps)
-        rows.append(Row(f"drafted step of {num_rows}, host only", ms, "ms", reference=rows_to_ms[num_rows]))
+        plain, drafted = rows_to_times[num_rows], step_times(drafting, num_rows, args.steps, stream)
+        rows.append(Row(f"drafted step of {num_rows}, host only", drafted.step_ms, "ms", reference=plain.step_ms))
+        rows.append(Row(f"its device idle, of {num_rows}", drafted.idle_ms, "ms", reference=plain.idle_ms))
     print_table(rows)
     if args.json is not None:
         write_json(rows, args.json)
 
 
-def make_runner(num_layers: int, drafting: Drafting | None = None) -> ModelRunner:
+def make_runner(num_layers: int, drafting: Drafting | None = None, *, stream: HostStream | None = None) -> ModelRunner:
     """A runner of a small model with this many layers; only their number matters. All drafts are right."""
     config = {**CONFIGS["tiny"], "num_hidden_layers": num_layers}
     ops = NullOps()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         loaded = load_model(Path(folder), ops, torch.float32, lambda _: None, options=LoadOptions(dummy_seed=0))
-    return ModelRunner(loaded, ops, KvCacheSize(2**32), drafting=drafting)
+    return ModelRunner(loaded, ops, KvCacheSize(2**32), drafting=drafting, execution=Execution(stream=stream))
 
 
-def step_ms(runner: ModelRunner, num_rows: int, num_steps: int) -> float:
-    """The shortest decode step: other processes only make one longer."""
+class StepTimes(NamedTuple):
+    """The shortest of some decode steps, and the least time that the device was idle in one."""
+
+    step_ms: float
+    idle_ms: float
+
+
+def step_times(runner: ModelRunner, num_rows: int, num_steps: int, stream: TimedStream) -> StepTimes:
+    """The least times of a runner that computes on `stream`: other processes only make one longer."""
     num_tokens = NUM_PROMPT_TOKENS + num_steps * (1 + runner.num_draft_tokens) + 1
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     runner.attach(block_size=BLOCK_SIZE, max_num_seqs=num_rows, max_num_batched_tokens=NUM_PROMPT_TOKENS * num_rows)
@@ -126,13 +158,13 @@ def step_ms(runner: ModelRunner, num_rows: int, num_steps: int) -> float:
     prompt = list(range(NUM_PROMPT_TOKENS))
     enters = [make_enter(slot, prompt, ids, max_num_tokens=num_tokens) for slot, ids in enumerate(blocks)]
     runner.run_step(prefill_step(*enters))
-    return min(_seconds(lambda: runner.run_step(decode_step())) for _ in range(num_steps)) * 1e3
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
+    step_s, idle_s = [], []
+    for _ in range(num_steps):
+        started, stream.idle_s = time.perf_counter(), 0.0
+        runner.run_step(decode_step())
+        step_s.append(time.perf_counter() - started)
+        idle_s.append(stream.idle_s)
+    return StepTimes(min(step_s) * 1e3, min(idle_s) * 1e3)
 
 
 def _row(num_rows: int, ms: float, base_ms: float | None) -> Row:
