@@ -26,6 +26,7 @@ SCRIPT_TO_FLAGS = {
     "front_end": [MODEL, "--quick", "--without-peers"],
     "floods": [MODEL, "--share=0.02", "--seconds=2", "--slots=4", "--floods", "streams", "prompts", "http"],
     "formats": ["--hidden=256", "--layers=1", "--formats", "AWQ"],
+    "generic": ["--quick", "--repeats=1", "--threads=1"],
     "host_time": ["--layers=2", "--num-rows", "1", "8", "512", "--steps=2"],
     "grammar": [MODEL, "--quick", "--without-peers"],
     "http": [MODEL, "--quick", "--without-peers"],
