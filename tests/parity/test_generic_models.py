@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts
 
 from services.worker.models.generic.self_check import check_alone
 from services.worker.models.loader import LoadOptions, load_model
@@ -157,6 +158,17 @@ def test_what_would_mix_rows_is_refused_for_its_reason(
     tmp_path: Path, architecture: str, changes: dict[str, Any], reason: str
 ) -> None:
     assert reason in refused(tmp_path, config_of(architecture, **changes))
+
+
+def test_experts_whose_matrices_have_other_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = Qwen2MoeExperts.__init__
+
+    def make_with_other_names(self: Qwen2MoeExperts, *arguments: Any) -> None:
+        make(self, *arguments)
+        self._parameters["last_proj"] = self._parameters.pop("down_proj")
+
+    monkeypatch.setattr(Qwen2MoeExperts, "__init__", make_with_other_names)
+    assert "mlp.experts: experts that are not" in refused(tmp_path, config_of("Qwen2MoeForCausalLM"))
 
 
 def test_a_class_that_transformers_does_not_have_is_named(tmp_path: Path) -> None:

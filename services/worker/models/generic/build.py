@@ -199,9 +199,9 @@ def _gates(causal: PreTrainedModel) -> frozenset[str]:
     """Linear layers that weigh experts, each of them or all: they stay the class's own, and are not quantised."""
     modules = dict(causal.named_modules())
     blocks = {
-        name.rpartition(".")[0]: module.get_parameter("down_proj").shape[0]
+        name.rpartition(".")[0]: weight.shape[0]
         for name, module in modules.items()
-        if hasattr(module, "is_concatenated")
+        if hasattr(module, "is_concatenated") and (weight := module._parameters.get("down_proj")) is not None
     }
     return frozenset(
         name
@@ -235,6 +235,7 @@ def _check_experts(name: str, module: nn.Module) -> None:
     """Experts of one form: rows of gate and up side by side, and SiLU."""
     flags = {each: getattr(module, each) for each in ("has_gate", "is_concatenated")}
     flags |= {each: not getattr(module, each) for each in ("is_transposed", "has_bias", "has_post_expert_norm")}
+    flags["matrices"] = {"gate_up_proj", "down_proj"} <= module._parameters.keys()
     is_plain = all(flags.values()) and getattr(type(module), "_apply_gate", None) is _default_apply_gate
     if not is_plain or not isinstance(getattr(module, "act_fn", None), (nn.SiLU, SiLUActivation)):
         raise UnservableError(f"{name}: experts that are not gated by SiLU, or have biases or another order of weights")
