@@ -100,6 +100,8 @@ def test_a_base_model_that_is_published_alone_is_read(tmp_path: Path) -> None:
 
 def test_without_transformers_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, directory = write("Phi3ForCausalLM", tmp_path)
+    # Put back with the modules: the import below makes another package of this name.
+    monkeypatch.setattr("services.worker.models.generic", sys.modules["services.worker.models.generic"])
     for name in [name for name in sys.modules if name.startswith("services.worker.models.generic")]:
         monkeypatch.delitem(sys.modules, name)
     # Python finds no module of a name that has None.
