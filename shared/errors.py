@@ -7,11 +7,23 @@ Domain code raises these without importing grpc; an interceptor in `shared.netwo
 from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 # A status travels in the metadata, and clients accept at most 8 KiB of it.
 MAX_VIOLATIONS = 16
+
+
+MAX_QUOTED_CHARACTERS = 64
+"""Of a name that an error repeats."""
+
+
+def quote_name(name: str) -> str:
+    """A name as JSON in ASCII, cut to `MAX_QUOTED_CHARACTERS`, without characters that are not printable."""
+    shown = "".join(filter(str.isprintable, name[: MAX_QUOTED_CHARACTERS + 1]))
+    is_whole = len(name) <= MAX_QUOTED_CHARACTERS
+    return json.dumps(shown if is_whole else f"{shown[:MAX_QUOTED_CHARACTERS]}...")
 
 
 class ErrorCode(enum.Enum):
@@ -119,6 +131,15 @@ class ModelNotFoundError(ServiceError):
 
     code = ErrorCode.NOT_FOUND
     reason = "MODEL_NOT_FOUND"
+
+    @classmethod
+    def from_name(cls, asked: str, served: Sequence[str]) -> ModelNotFoundError:
+        """Name the model as its client did, and those that there are.
+
+        It is the only message with a client's words in it: for that client alone, and for no log.
+        """
+        names = ", ".join(map(quote_name, served))
+        return cls(f"the model {quote_name(asked)} is not served here; served: {names}", served_model=served[0])
 
 
 class DuplicateRequestError(ServiceError):

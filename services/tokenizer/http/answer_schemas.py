@@ -190,6 +190,7 @@ ANSWERS: dict[str, Schema] = {
         }
     ),
     "TokenCount": _object({"input_tokens": COUNT}),
+    "InputTokens": _object({"object": _one_of("response.input_tokens"), "input_tokens": COUNT}),
     "ResponseAnswer": _object(
         {
             "id": TEXT,

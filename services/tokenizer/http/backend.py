@@ -82,7 +82,7 @@ class Backend:
             ModelNotFoundError: it is another model's.
         """
         if name is not None and name not in self.model_names:
-            raise ModelNotFoundError("the requested model is not served here", served_model=self.model_names[0])
+            raise ModelNotFoundError.from_name(name, self.model_names)
 
     async def render(
         self, prompt: tokenizer_pb2.Prompt, *, max_tokens: int | None = None, add_special_tokens: bool = True

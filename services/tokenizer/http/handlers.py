@@ -142,6 +142,11 @@ class Handlers:
         [(_, token_ids)] = await self._render(await self._read(request, read))
         return _json({"input_tokens": len(token_ids)})
 
+    async def count_input_tokens(self, request: web.Request, *, read: Reader) -> web.StreamResponse:
+        """Count the tokens of the prompt that a response would have."""
+        [(_, token_ids)] = await self._render(await self._read(request, read))
+        return _json({"object": "response.input_tokens", "input_tokens": len(token_ids)})
+
     async def _render(self, api: ApiRequest) -> list[tuple[str, list[int]]]:
         """The texts and the token ids of the prompts of a request."""
         try:

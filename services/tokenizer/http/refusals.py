@@ -18,7 +18,10 @@ _TYPES: dict[int, str] = {
 
 
 class HttpError(Exception):
-    """An error as a client of the HTTP API sees it; the message may name fields, but quotes no text of the client."""
+    """An error as a client of the HTTP API sees it; the message may name fields, but quotes no text of the client.
+
+    The one exception is the name of a model that is not served: see `ModelNotFoundError`.
+    """
 
     def __init__(
         self, status: int, code: str, message: str, *, param: str | None = None, headers: dict[str, str] | None = None

@@ -115,6 +115,13 @@ ROUTES = (
     ),
     _generation("/v1/responses", RESPONSE, read_response_request, "Continue a conversation of items", "ResponseAnswer"),
     _question(
+        "/v1/responses/input_tokens",
+        Handlers.count_input_tokens,
+        read_response_request,
+        "Count a prompt's tokens",
+        "InputTokens",
+    ),
+    _question(
         "/v1/chat/completions/render",
         Handlers.render,
         read_chat_request,
@@ -209,7 +216,7 @@ ROUTES = (
     ),
 )
 
-# Other parts of OpenAI's, Anthropic's and vLLM's APIs, which are refused by name.
+# Other parts of OpenAI's, Anthropic's, vLLM's, llama.cpp's and Ollama's APIs, which are refused by name.
 NOT_SUPPORTED = (
     "/v1/embeddings",
     "/v1/messages/batches",
@@ -226,4 +233,18 @@ NOT_SUPPORTED = (
     "/v1/unload_lora_adapter",
     "/pooling",
     "/classify",
+    "/props",
+    "/slots",
+    "/completion",
+    "/infill",
+    "/apply-template",
+    "/api/tags",
+    "/api/chat",
+    "/api/generate",
+    "/api/show",
+    "/api/ps",
+    "/api/pull",
+    "/api/embed",
+    "/api/embeddings",
+    "/api/version",
 )

@@ -100,5 +100,5 @@ async def _run_readers(app: web.Application) -> AsyncIterator[None]:
 
 
 async def _refuse_route(request: web.Request) -> web.StreamResponse:
-    message = f"{request.path} is not supported"
+    message = f"{request.path} is not supported; OpenAI's API is below /v1, and /openapi.json has all that is served"
     raise HttpError(HTTPStatus.NOT_IMPLEMENTED, "not_supported", message, headers={"x-should-retry": "false"})

@@ -26,6 +26,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 REQUEST_ID = web.RequestKey("request_id", str)
 """The id that the cell knows a request by."""
 
+# Ollama's API, whose clients read an error's text alone.
+_OLLAMAS = "/api/"
 # What of a client's own id may be echoed and logged.
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")
 
@@ -104,6 +106,8 @@ def _check_codings(request: web.Request) -> None:
 
 def _answer(request: web.Request, error: HttpError) -> web.Response:
     """The answer to a request that failed, in the form of the API that it is of."""
+    if request.path.startswith(_OLLAMAS):
+        return error_response(error, body=msgspec.json.encode({"error": error.message}))
     if not is_anthropics(request):
         return error_response(error)
     return error_response(error, body=msgspec.json.encode(error_value(error, request[REQUEST_ID])))
