@@ -46,7 +46,9 @@ PYTEST := $(BIN)/python -m pytest
 # of one file mostly stay in one process, which has the cells that they share.
 IN_PARALLEL := -n $(JOBS) --dist worksteal
 # Otherwise the tokenizer's log line about the request would appear in the middle of the answer.
-ANSWER_ONE_PROMPT = $(BIN)/lockstep serve $(MODEL) --tokenizer.log-level=warning --prompt "$(PROMPT)"
+# So small a model, with the sampling that its publisher recommends, answers some greetings with one emoji without end.
+ANSWER_ONE_PROMPT = $(BIN)/lockstep serve $(MODEL) --tokenizer.log-level=warning --prompt "$(PROMPT)" \
+	--override-generation-config='{"repetition_penalty": 1.1}'
 
 INSTALLED := $(VENV)/installed
 STUBS := .cache/stubs

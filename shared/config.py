@@ -5,10 +5,13 @@ Nothing else reads the environment.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from argparse import SUPPRESS, RawDescriptionHelpFormatter
+from collections.abc import Mapping, Sequence
+from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -21,8 +24,17 @@ from pydantic import (
     ValidationInfo,
     model_validator,
 )
-from pydantic_settings import BaseSettings, CliApp, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
+from pydantic_settings import (
+    BaseSettings,
+    CliApp,
+    CliSettingsSource,
+    InitSettingsSource,
+    NoDecode,
+    SettingsConfigDict,
+    SettingsError,
+)
 
+from shared.flag_parser import FlagParser
 from shared.network.addresses import check_address, is_local
 from shared.network.tls import Certificates, Role, TlsError, TlsFiles
 from shared.process.encoding import describe_locale, is_text
@@ -59,7 +71,10 @@ def check_listen_address(address: str, info: ValidationInfo) -> str:
     if is_local(check_address(address)) or info.data.get("tls_cert") is not None:
         return address
     flag = _INSECURE_FLAGS.get(info.field_name or "", "--insecure-bind")
-    raise ValueError(f"without TLS only this machine may connect: use a unix socket, loopback, or {flag}")
+    raise ValueError(
+        "without TLS only this machine may connect: use a unix socket or loopback, give --tls-cert and the three "
+        f"beside it, or, on a network that is trusted, {flag}={address}"
+    )
 
 
 def check_trust_domain(name: str) -> str:
@@ -90,6 +105,25 @@ def split_list(value: object) -> object:
     return tuple(value.split(",")) if isinstance(value, str) else value
 
 
+def check_json_object(value: object) -> object:
+    """Return the text of a JSON object unchanged, and an object as its text.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if isinstance(value, dict):
+        return json.dumps(value)
+    if not isinstance(value, str):
+        return value
+    try:
+        is_object = isinstance(json.loads(value), dict)
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not is_object:
+        raise ValueError('must be a JSON object, such as {"name": 1}')
+    return value
+
+
 Address = Annotated[str, AfterValidator(check_address)]
 ListenAddress = Annotated[str, AfterValidator(check_listen_address)]
 LocalAddress = Annotated[str, AfterValidator(check_local_address)]
@@ -97,6 +131,7 @@ LocalAddress = Annotated[str, AfterValidator(check_local_address)]
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(split_list)]
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], NoDecode, BeforeValidator(split_list)]
 
+JsonObjectText = Annotated[str, BeforeValidator(check_json_object)]
 MaxModelLen = Annotated[Literal["auto"] | int, BeforeValidator(read_max_model_len)]
 MAX_MODEL_LEN_DESCRIPTION = (
     "Most tokens of a prompt and its completion together: 8192, 8k (8000) or 8K (8192). auto is the model's own "
@@ -279,20 +314,32 @@ class SchedulerLossSettings(BaseSettings):
 SettingsT = TypeVar("SettingsT", bound=BaseSettings)
 
 
-def load_settings(settings_type: type[SettingsT], argv: Sequence[str] | None = None) -> SettingsT:
+def load_settings(
+    settings_type: type[SettingsT],
+    argv: Sequence[str] | None = None,
+    *,
+    more_flags: Sequence[str] = (),
+    file_values: Mapping[str, Any] | None = None,
+) -> SettingsT:
     """Read a service's settings; an invalid one is named on stderr, with exit code 2.
 
     Exits under `python -O` too, which removes assertions and with them a cell's integrity checks.
 
     Args:
         argv: Without the program's name; None means the process's own.
+        more_flags: Flags that others read, for what is said of an unknown one.
+        file_values: Values of a file, by the names of fields, which the environment overrides.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     if not __debug__:
         sys.stderr.write("error: python -O (or PYTHONOPTIMIZE) removes the integrity checks: run without it\n")
         raise SystemExit(2)
-    flags = CliSettingsSource[Any](settings_type)
-    name_values(flags.root_parser, settings_type)
+    if file_values:
+        settings_type = _with_file(settings_type, file_values)
+    flags = _make_flags(settings_type, more_flags)
+    for action in flags.root_parser._actions:
+        if not action.option_strings and action.dest in (file_values or {}):
+            action.nargs, action.required, action.default = "?", False, SUPPRESS
     no_text = f"not UTF-8{describe_locale()}"
     try:
         settings = CliApp.run(settings_type, cli_args=args, cli_settings_source=flags)
@@ -316,6 +363,43 @@ def log_settings(settings: ServiceSettings) -> None:
     logger.info("settings", extra=settings.model_dump(mode="json", exclude_defaults=True))
     if settings.insecure_bind is not None:
         logger.warning("serving without encryption", extra={"address": settings.insecure_bind})
+
+
+def _with_file(settings_type: type[SettingsT], values: Mapping[str, Any]) -> type[SettingsT]:
+    """The same settings, whose last source is a file's values."""
+
+    def settings_customise_sources(
+        _: type[BaseSettings], /, settings_cls: type[BaseSettings], init_settings: Any, env_settings: Any, **__: Any
+    ) -> tuple[Any, ...]:
+        return init_settings, env_settings, InitSettingsSource(settings_cls, dict(values))
+
+    body = {
+        "__doc__": settings_type.__doc__,
+        "__module__": settings_type.__module__,
+        "settings_customise_sources": classmethod(settings_customise_sources),
+    }
+    return type(settings_type.__name__, (settings_type,), body)
+
+
+def make_parser(settings_type: type[BaseSettings]) -> FlagParser:
+    """The parser of the settings' flags."""
+    parser = _make_flags(settings_type, ()).root_parser
+    assert isinstance(parser, FlagParser)
+    return parser
+
+
+def _make_flags(settings_type: type[BaseSettings], more_flags: Sequence[str]) -> CliSettingsSource[Any]:
+    """The flags of settings, in a parser of ours."""
+    parser = FlagParser(
+        prog=settings_type.model_config["cli_prog_name"],
+        description=cleandoc(settings_type.__doc__ or ""),
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.more_flags = more_flags
+    # Their names are those of the library's own parser.
+    flags = CliSettingsSource[Any](settings_type, root_parser=parser, parse_args_method=FlagParser.parse_args)
+    name_values(parser, settings_type)
+    return flags
 
 
 def _find_no_texts(settings: BaseSettings) -> list[str]:

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
+from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
-_TYPE_TO_VALUE = {int: "N", float: "X", Path: "PATH", str: "TEXT", bool: "true,false"}
+_TYPE_TO_VALUE = {int: "N", float: "X", Path: "PATH", str: "TEXT", SecretStr: "KEY", bool: "true,false"}
 
 
 def name_values(parser: argparse.ArgumentParser, settings_type: type[BaseSettings]) -> None:

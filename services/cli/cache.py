@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from shared.flag_parser import FlagParser
 from shared.model_files.packed_files import Entry, PackedDirectory, PackedFileError, default_packed_dir, read_header
 
 _MIB = 1024**2
@@ -16,7 +16,7 @@ _MIB = 1024**2
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns its exit code."""
-    args = _parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     try:
         directory = PackedDirectory(args.packed_dir or default_packed_dir(), create=False)
     except FileNotFoundError:
@@ -28,8 +28,9 @@ def main(argv: Sequence[str]) -> int:
         return _list(directory) if args.action == "ls" else _remove(directory, args.names, removes_all=args.all)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lockstep cache", description="Files of packed weights, which workers keep.")
+def make_parser() -> FlagParser:
+    """The command's flags."""
+    parser = FlagParser(prog="lockstep cache", description="Files of packed weights, which workers keep.")
     actions = parser.add_subparsers(dest="action", required=True)
     listing = actions.add_parser("ls", help="list them: name, size in MiB, seconds since the last use, rank and model")
     removing = actions.add_parser("rm", help="remove some; workers that have read them go on")

@@ -38,6 +38,7 @@ def plan_services(
     if settings.is_coupled:
         scheduler_links.append("--coupled")
     tokenizer_links = [*settings.client_port_flags(), f"--scheduler={cell}", f"--model-dir={settings.model_dir}", drain]
+    tokenizer_links += settings.template_flags()
     if settings.generic_tools:
         tokenizer_links.append("--generic-tools")
     scheduler_flags = (*scheduler_links, *shared_flags, *service_flags.get("scheduler", ()))

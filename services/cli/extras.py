@@ -8,20 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from importlib.util import find_spec
 
-from shared.release import DISTRIBUTION
+from shared.release import install_advice
 
 EXTRA_TO_MODULES = {
     "tokenizer": ("transformers", "llguidance", "numpy"),
     "http": ("aiohttp", "msgspec", "pydantic"),
     "scheduler": ("numpy", "xxhash", "kubernetes"),
     "worker-cpu": ("safetensors", "llguidance", "numpy", "torch"),
+    "config": ("yaml",),
     "pull": ("huggingface_hub", "httpx2"),
-    "chat": ("prompt_toolkit",),
+    "chat": ("prompt_toolkit", "shtab"),
     "import": ("safetensors", "llguidance", "numpy", "torch", "transformers", "gguf"),
 }
 """The top-level modules of what each extra requires, as pyproject.toml says.
 
-The tokenizer's has `pull` too, which the service itself does not import, and `http`, which it needs for that API.
+The tokenizer's has `pull` too, which the service itself does not import, and `http`, which it needs for that API; the
+scheduler's has `config`, for its launcher.
 """
 
 ROLE_TO_EXTRA = {"tokenizer": "tokenizer", "scheduler": "scheduler", "worker": "worker-cpu"}
@@ -39,7 +41,7 @@ def missing_packages(command: str, extras: Iterable[str]) -> str | None:
     if not needed:
         return None
     names = sorted({name for names in lacking.values() for name in names})
-    advice = f"`lockstep {command}` needs {', '.join(names)}: pip install '{DISTRIBUTION}[{','.join(needed)}]'"
+    advice = f"`lockstep {command}` needs {', '.join(names)}: {install_advice(needed)}"
     if "worker-cpu" in needed:
         advice += ", with worker-cuda or worker-rocm in place of worker-cpu for a GPU"
     return advice

@@ -6,6 +6,7 @@ import json
 import shlex
 from dataclasses import dataclass
 
+from services.cli.api_key import API_KEY_VARIABLE
 from services.cli.processes.launch_screen import describe_place
 from services.cli.serve_settings import ServeSettings
 from shared.model_files.model_dir import has_chat_template
@@ -31,12 +32,16 @@ def describe_http(settings: ServeSettings) -> list[str]:
         return [describe_place("HTTP", f"{address}: the log says which port it is")]
     place = _find_place(settings, address)
     note = ", not encrypted" if settings.insecure_http_bind is not None else ""
-    key = "a key of --client-keys" if settings.client_keys is not None else "any key"
+    key = "a key" if _needs_key(settings) else "any key"
     lines = [describe_place("page", f"{place.url}/{note}")]
     if address.startswith("unix:"):
         lines = [describe_place("HTTP", address)]
     lines.append(describe_place("base URL", f"{place.url}/v1 with {key}; {place.url} for Anthropic's libraries"))
     return [*lines, describe_place("try", _render_curl(settings, place))]
+
+
+def _needs_key(settings: ServeSettings) -> bool:
+    return settings.client_keys is not None or settings.api_key is not None
 
 
 def _find_place(settings: ServeSettings, address: str) -> _Place:
@@ -54,11 +59,11 @@ def _find_place(settings: ServeSettings, address: str) -> _Place:
 
 def _render_curl(settings: ServeSettings, place: _Place) -> str:
     body: dict[str, object]
-    if has_chat_template(settings.model_dir):
+    if settings.chat_template is not None or has_chat_template(settings.model_dir):
         route, body = "chat/completions", {"messages": [{"role": "user", "content": _QUESTION}]}
     else:
         route, body = "completions", {"prompt": "The capital of France is"}
     words = [*place.curl_flags, f"{place.url}/v1/{route}", "-H", "Content-Type: application/json"]
     words += ["-d", json.dumps(body)]
-    key = ' -H "Authorization: Bearer $KEY"' if settings.client_keys is not None else ""
+    key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if _needs_key(settings) else ""
     return f"curl {shlex.join(words)}{key}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Self
@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from pydantic_settings import CliPositionalArg
 
 from services.cli.processes.preflight import check_model_dir
+from services.cli.processes.service_flags import ROLE_TO_FLAGS
 from shared.config import MAX_MODEL_LEN_DESCRIPTION, DraftProposerName, MaxModelLen, ServiceSettings
 from shared.model_files.implementations import MODEL_IMPL_DESCRIPTION, WantedImplementation
 from shared.model_files.model_dir import CONFIG, display_name
@@ -43,6 +44,11 @@ class LauncherSettings(ServiceSettings):
     )
     draft_model: Path | None = Field(
         default=None, description="Directory of a second, smaller model with the same tokenizer, which drafts tokens."
+    )
+    config: Path | None = Field(
+        default=None,
+        description="File with settings in YAML: --X below the name X, and --ROLE.X in a section ROLE. The environment "
+        "overrides it, and a flag both.",
     )
     health_kill_s: float = Field(
         default=30.0,
@@ -106,6 +112,11 @@ class LauncherSettings(ServiceSettings):
         flags: dict[str, object] = {"max-model-len": context, "model-impl": implementation}
         flags |= {"draft-proposer": proposer, "draft-model": self.draft_model}
         return render_flags(flags)
+
+
+def flags_of_roles(roles: Iterable[str]) -> list[str]:
+    """The services' flags, as a launcher takes them."""
+    return [f"--{role}.{flag}" for role in roles for flag in ROLE_TO_FLAGS[role] if flag not in RANK_FLAGS]
 
 
 def render_flags(flags: Mapping[str, object]) -> list[str]:

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.cli.flags.config_file import load_config_file
+from services.cli.launcher_settings import flags_of_roles
 from services.cli.processes.cell_processes import CellProcesses
 from services.cli.processes.display import LogDisplay, ProcessesOutput
 from services.cli.processes.preflight import RefusedError, check_commands, check_packages
@@ -36,10 +38,15 @@ _NOT_SERVING = "not every rank serves"
 
 def main(argv: Sequence[str]) -> int:
     """Keep the ranks running until asked to stop; returns 0 if all stopped cleanly, else a failed rank's exit code."""
-    own_args, worker_flags = split_worker_flags(argv)
+    try:
+        file = load_config_file(argv, RanksSettings, ["worker"])
+    except RefusedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    own_args, worker_flags = split_worker_flags([*file.service_flags, *argv])
     if not {"--help", "--h"}.isdisjoint(worker_flags):
         return subprocess.run([sys.executable, "-m", "services.worker.config", "--help"], check=False).returncode
-    settings = load_settings(RanksSettings, own_args)
+    settings = load_settings(RanksSettings, own_args, more_flags=flags_of_roles(["worker"]), file_values=file.own)
     writer = configure_logging(service="ranks", level=settings.log_level, log_format=settings.log_format)
     log_settings(settings)
     return run_service(lambda stop: _run(settings, worker_flags, writer, stop))

@@ -16,12 +16,15 @@ from pathlib import Path
 
 import grpc
 
+from services.cli.api_key import forget_api_key, write_key_file
 from services.cli.cell_plan import plan_services
 from services.cli.clients.client import abandon_stdout, answer_once, describe_failure
+from services.cli.clients.key_flag import metadata_of_key
 from services.cli.clients.running_cells import DIRECTORY_PREFIX, RunningCell, publish_cell
 from services.cli.extras import missing_packages
 from services.cli.hub.model_name import parse_gguf, parse_model
 from services.cli.importing import imported_directory, is_gguf
+from services.cli.model_overrides import override_model
 from services.cli.processes.cell_processes import CellProcesses
 from services.cli.processes.display import ProcessesOutput
 from services.cli.processes.preflight import (
@@ -33,7 +36,8 @@ from services.cli.processes.preflight import (
 )
 from services.cli.processes.service_command import ROLES, ServiceCommand, find_flag
 from services.cli.processes.supervisor import FIRST_DELAY_S, RestartPolicy
-from services.cli.serve_settings import ServeSettings, split_service_flags
+from services.cli.serve_arguments import read_serve_arguments
+from services.cli.serve_settings import ServeSettings
 from services.cli.serve_view import Output, ServeView, make_view, open_output
 from shared.config import SchedulerLossSettings, load_settings, log_settings
 from shared.model_files.implementations import WantedImplementation
@@ -47,11 +51,11 @@ logger = logging.getLogger(__name__)
 
 def main(argv: Sequence[str]) -> int:
     """Serve until asked to stop; returns 0 if every service stopped cleanly."""
-    own_args, service_flags = split_service_flags(argv)
-    for role, flags in service_flags.items():
-        if not {"--help", "--h"}.isdisjoint(flags):
-            return subprocess.run([sys.executable, "-m", f"services.{role}.config", "--help"], check=False).returncode
-    settings = load_settings(ServeSettings, own_args)
+    arguments = read_serve_arguments(argv)
+    if arguments.helped_role is not None:
+        module = f"services.{arguments.helped_role}.config"
+        return subprocess.run([sys.executable, "-m", module, "--help"], check=False).returncode
+    settings, service_flags = arguments.settings, arguments.service_flags
     if settings.workers and service_flags["worker"]:
         print("error: --worker.X cannot be used with --workers, which are started elsewhere", file=sys.stderr)
         return 2
@@ -60,10 +64,11 @@ def main(argv: Sequence[str]) -> int:
         settings = _with_http_or_not(settings)
         # Before a model is downloaded or imported; all addresses are checked once it is there.
         check_listeners(settings.listeners)
-        settings = _with_local_model(settings, argv)
+        settings = _with_local_model(settings, arguments.argv)
     except RefusedError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    forget_api_key()
     output = open_output(settings)
     log_settings(settings)
     return run_service(lambda stop: _serve(settings, service_flags, output, stop))
@@ -106,6 +111,11 @@ def _local_model(model: Path, command: Sequence[str], wanted: WantedImplementati
         return imported_directory(model, command)
     name = parse_model(model)
     if gguf is None and name is None:
+        if not model.exists() and len(model.parts) == 1:
+            raise RefusedError(
+                f"{model} is not a directory here; a model of Hugging Face's hub is named ORG/NAME, such as "
+                "HuggingFaceTB/SmolLM2-135M-Instruct"
+            )
         return model
     check_packages("serve", [], "pull")
     # Imported here because only a name needs it, and importing it is slow.
@@ -162,6 +172,7 @@ async def _prepare(
         runtime_dir = stack.enter_context(owned_directory(Path(tempfile.gettempdir()), DIRECTORY_PREFIX))
     except OSError as error:
         raise RefusedError(f"TMPDIR: no directory for the cell's sockets can be made: {error}") from error
+    settings = _with_private_files(settings, runtime_dir)
     commands = plan_services(settings, service_flags, runtime_dir)
     check_length_of_sockets(commands, runtime_dir)
     settings.check_models([CONFIG, TOKENIZER])
@@ -173,6 +184,25 @@ async def _prepare(
     except OSError as error:
         raise RefusedError(f"TMPDIR: {runtime_dir} cannot be written to: {error}") from error
     return commands
+
+
+def _with_private_files(settings: ServeSettings, runtime_dir: Path) -> ServeSettings:
+    """The settings with a model directory and a file of keys that the settings describe, as the services take them.
+
+    Raises:
+        RefusedError: they cannot be made.
+    """
+    changes: dict[str, object] = {}
+    if settings.model_dir.is_dir():
+        overrides = settings.config_overrides, settings.generation_overrides
+        changes["model_dir"] = override_model(settings.model_dir, *overrides)
+    if settings.api_key is not None:
+        changes["client_keys"] = runtime_dir / "client-keys"
+        try:
+            write_key_file(runtime_dir / "client-keys", settings.api_key.get_secret_value())
+        except OSError as error:
+            raise RefusedError(f"TMPDIR: {runtime_dir} cannot be written to: {error}") from error
+    return settings.model_copy(update=changes)
 
 
 async def _run_cell(
@@ -255,7 +285,8 @@ async def _answer_prompt(settings: ServeSettings, prompt: str) -> str | None:
     print(f"\n> {prompt}", flush=True)
     try:
         async with make_channel(settings.bind_address, peer=settings.tokenizer_peer) as channel:
-            await answer_once(channel, prompt)
+            key = settings.api_key
+            await answer_once(channel, prompt, () if key is None else metadata_of_key(key.get_secret_value()))
     except grpc.aio.AioRpcError as error:
         return f"the prompt was not answered: {describe_failure(error)}"
     return None

@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, FilePath, SecretStr, model_validator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from services.cli.clients.request_flags import DEFAULT_TARGET
 from services.cli.launcher_settings import RANK_FLAGS, LauncherSettings, render_flags, split_flags
 from services.cli.processes.service_command import Listener
-from shared.config import Addresses, HttpPortSettings, ListenAddress, LocalAddress
+from shared.config import Addresses, HttpPortSettings, JsonObjectText, ListenAddress, LocalAddress
 from shared.network.addresses import split_address
 from shared.network.rpc import Peer, make_peer
 from shared.network.tls import Role
+from shared.tenants.client_keys import check_key
 
+GENERATION_KEYS = frozenset(
+    {
+        *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "eos_token_id"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    }
+)
+"""What workers read in generation_config.json."""
 DEFAULT_HTTP_ADDRESS = "127.0.0.1:8000"
 _OWN_FLAGS = frozenset({*RANK_FLAGS, "cell-listen", "insecure-cell-bind", "scheduler", "workers", "coupled"})
 # The launcher's own settings of these names are the tokenizer's.
 _TOKENIZER_FLAGS = frozenset(
     {
         *("tls-cert", "tls-key", "tls-ca", "trust-domain", "max-connection-age-s"),
-        *("http-listen", "insecure-http-bind", "client-keys", "client-ca"),
+        *("http-listen", "insecure-http-bind", "client-keys", "client-ca", "chat-template"),
     }
 )
-_RESERVED_FLAGS = {
+RESERVED_FLAGS = {
     "worker": _OWN_FLAGS,
     "scheduler": _OWN_FLAGS | {"client-keys"},
     "tokenizer": _OWN_FLAGS | _TOKENIZER_FLAGS,
 }
+"""What only the launcher may give each service."""
 
 
 class ServeSettings(LauncherSettings, HttpPortSettings):
@@ -77,6 +88,26 @@ class ServeSettings(LauncherSettings, HttpPortSettings):
         description="Scheduler address for clients that send token ids, HOST:PORT on loopback or unix:PATH; private if "
         "not set.",
     )
+    chat_template: FilePath | None = Field(
+        default=None, description="File with a chat template (Jinja), used instead of the model's own."
+    )
+    hf_overrides: JsonObjectText | None = Field(
+        default=None,
+        description="JSON object of values to replace in the model's config.json, for every worker and the tokenizer. "
+        "They are part of the model's digest.",
+    )
+    override_generation_config: JsonObjectText | None = Field(
+        default=None,
+        description="JSON object of values to replace in the model's generation_config.json, which has the defaults of "
+        "sampling.",
+    )
+    # Excluded from the logged settings.
+    api_key: SecretStr | None = Field(
+        default=None,
+        exclude=True,
+        description="The one key that clients need, without a file of keys. LOCKSTEP_API_KEY has it without showing it "
+        "to the machine's other users.",
+    )
     drain_s: float = Field(
         default=30.0,
         ge=0.0,
@@ -103,6 +134,21 @@ class ServeSettings(LauncherSettings, HttpPortSettings):
         return self
 
     @model_validator(mode="after")
+    def _check_api_key(self) -> ServeSettings:
+        if self.api_key is not None:
+            if self.client_keys is not None:
+                raise ValueError("--api-key cannot be used with --client-keys: give the key a line in the file")
+            check_key(self.api_key.get_secret_value(), "--api-key (or LOCKSTEP_API_KEY)")
+        return self
+
+    @model_validator(mode="after")
+    def _check_generation(self) -> ServeSettings:
+        if unknown := sorted(self.generation_overrides.keys() - GENERATION_KEYS):
+            known = ", ".join(sorted(GENERATION_KEYS))
+            raise ValueError(f"--override-generation-config: {unknown[0]!r} is not read; there are {known}")
+        return self
+
+    @model_validator(mode="after")
     def _check_addresses(self) -> ServeSettings:
         if self.scheduler_listen == self.bind_address:
             raise ValueError("--scheduler-listen is the tokenizer's address: each service needs its own")
@@ -122,6 +168,9 @@ class ServeSettings(LauncherSettings, HttpPortSettings):
             raise ValueError("--tp cannot be used with --workers, which are started elsewhere")
         if "dp" in self.model_fields_set and self.dp != len(self.workers):
             raise ValueError(f"--dp {self.dp} does not match the {len(self.workers)} --workers")
+        if self.config_overrides or self.generation_overrides:
+            flags = "--hf-overrides and --override-generation-config"
+            raise ValueError(f"{flags} cannot be used with --workers, started elsewhere")
         if self.model_flags():
             flags = "--max-model-len, --model-impl, --draft-proposer and --draft-model"
             raise ValueError(f"{flags} cannot be used with --workers, started elsewhere")
@@ -141,6 +190,16 @@ class ServeSettings(LauncherSettings, HttpPortSettings):
             "--scheduler-listen": self.scheduler_listen,
         }
         return [Listener(flag, address) for flag, address in addresses.items() if address is not None]
+
+    @property
+    def config_overrides(self) -> dict[str, Any]:
+        """What to replace in config.json."""
+        return json.loads(self.hf_overrides) if self.hf_overrides else {}
+
+    @property
+    def generation_overrides(self) -> dict[str, Any]:
+        """What to replace in generation_config.json."""
+        return json.loads(self.override_generation_config) if self.override_generation_config else {}
 
     @property
     def tokenizer_peer(self) -> Peer | None:
@@ -173,6 +232,10 @@ class ServeSettings(LauncherSettings, HttpPortSettings):
         }
         return [*render_flags(flags), *self.key_flags()]
 
+    def template_flags(self) -> list[str]:
+        """The tokenizer's flag about the chat template."""
+        return render_flags({"chat-template": self.chat_template})
+
     def key_flags(self) -> list[str]:
         """The flags about keys of both client ports, even though the scheduler's may be private."""
         return render_flags({"client-keys": self.client_keys})
@@ -180,4 +243,4 @@ class ServeSettings(LauncherSettings, HttpPortSettings):
 
 def split_service_flags(argv: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     """Separate the services' flags from those of `lockstep serve`; see `split_flags`."""
-    return split_flags(argv, _RESERVED_FLAGS, "lockstep serve")
+    return split_flags(argv, RESERVED_FLAGS, "lockstep serve")

@@ -246,4 +246,4 @@ class SchedulerSettings(ProcessSettings, ClientPortSettings, MembershipSettings)
 
 if __name__ == "__main__":
     # `lockstep serve` runs this to check the flags before it starts anything.
-    load_settings(SchedulerSettings)
+    settings = load_settings(SchedulerSettings)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, FilePath, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from services.tokenizer.scores.known_recipes import KNOWN_RECIPES
@@ -22,7 +22,7 @@ from shared.config import (
 )
 from shared.model_files.model_dir import display_name
 from shared.network.tls import Role
-from shared.release import DISTRIBUTION
+from shared.release import install_advice
 
 
 def check_otlp_endpoint(endpoint: str) -> str:
@@ -36,7 +36,7 @@ def check_otlp_endpoint(endpoint: str) -> str:
     if not is_url or endpoint.rstrip("/") != f"{parts.scheme}://{parts.netloc}" or "@" in parts.netloc:
         raise ValueError("must be http://HOST:PORT or https://HOST:PORT")
     if not all(map(_is_installed, ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc"))):
-        raise ValueError(f"needs OpenTelemetry: pip install '{DISTRIBUTION}[tracing]'")
+        raise ValueError(f"needs OpenTelemetry: {install_advice(['tracing'])}")
     return endpoint
 
 
@@ -144,6 +144,9 @@ class TokenizerSettings(SchedulerLossSettings, ProcessSettings, HttpPortSettings
         allow_inf_nan=False,
         description="CPU seconds that the chat template may take to render a chat, or at start a plain message.",
     )
+    chat_template: FilePath | None = Field(
+        default=None, description="File with a chat template (Jinja), used instead of the model's own."
+    )
     reply_parser: Literal[
         "auto",
         "none",
@@ -216,4 +219,4 @@ class TokenizerSettings(SchedulerLossSettings, ProcessSettings, HttpPortSettings
 
 if __name__ == "__main__":
     # `lockstep serve` checks the flags this way before it starts any process.
-    load_settings(TokenizerSettings)
+    settings = load_settings(TokenizerSettings)

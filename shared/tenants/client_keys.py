@@ -146,6 +146,16 @@ class ClientKeys:
             logger.info("client keys read again", extra={"num_keys": len(self._digest_to_client)})
 
 
+def check_key(key: str, name: str) -> None:
+    """Check the form of a key that something else than a file has; `name` is what has it.
+
+    Raises:
+        ValueError: it is no key.
+    """
+    if not _KEY.fullmatch(key):
+        raise ValueError(f"{name}: must be a key of {KEY_FORM}")
+
+
 def read_key_file(path: Path) -> str:
     """A client's own key: the file's only line.
 

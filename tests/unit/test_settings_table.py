@@ -10,7 +10,15 @@ from itertools import takewhile
 import pytest
 
 from tests.support.system.processes import ROOT, module_environment
-from tests.support.tables.settings_table import BEGIN, END, SETTINGS_FILE, render_tables, with_tables
+from tests.support.tables.settings_table import (
+    BEGIN,
+    END,
+    FLAGS_FILE,
+    SETTINGS_FILE,
+    render_flags,
+    render_tables,
+    with_tables,
+)
 
 pytestmark = pytest.mark.process
 
@@ -21,9 +29,9 @@ CHECK_IMPORTS = (
 
 # The settings of each beside those of all, which come last; those for tests are not counted.
 NUM_SETTINGS = {
-    "`lockstep serve`": 25,
-    "`lockstep ranks`": 20,
-    "Tokenizer": 29,
+    "`lockstep serve`": 30,
+    "`lockstep ranks`": 21,
+    "Tokenizer": 30,
     "Scheduler": 41,
     "Worker": 37,
     "Every service": 8,
@@ -40,6 +48,10 @@ def rows_of(title: str) -> Iterator[list[str]]:
 def test_the_document_is_up_to_date() -> None:
     document = SETTINGS_FILE.read_text(encoding="utf-8")
     assert with_tables(document) == document, "run `make settings`"
+
+
+def test_the_launcher_knows_the_services_flags() -> None:
+    assert FLAGS_FILE.read_text(encoding="utf-8") == render_flags(), "run `make settings`"
 
 
 def test_a_setting_is_listed_under_its_service_with_default_and_choices() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import shutil
@@ -22,6 +21,7 @@ from services.cli.clients.word_wrap import WordWrap
 from services.cli.clients.wrong_service import TOKENIZER, explain_wrong_service
 from services.cli.extras import missing_packages
 from services.cli.tls_flags import peer_of_client
+from shared.flag_parser import FlagParser
 from shared.network.rpc import Peer, make_channel
 from shared.network.tls import Role
 from shared.process.encoding import describe_locale
@@ -34,15 +34,21 @@ Enter sends, Alt-Enter starts a new line, and the arrow keys recall turns, of ea
 line that begins with a /, put a space before it. Ctrl-C stops an answer; Ctrl-C twice, or Ctrl-D, exits."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
+def make_parser() -> FlagParser:
+    """The command's flags."""
+    parser = FlagParser(
         prog="lockstep chat",
         description="Talk to the model. Ctrl-C stops an answer; Ctrl-C twice, or Ctrl-D, exits. When stdin is a pipe, "
         "each line is a turn.",
     )
     parser.add_argument("--system", default="", metavar="TEXT", help="system prompt")
     add_client_flags(parser)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; returns the exit code."""
+    parser = make_parser()
     args = parser.parse_args(argv)
     try:
         request = request_from(args)

@@ -125,20 +125,20 @@ async def stream_answer(
     note_recovery(answer.finish)
 
 
-async def answer_once(channel: grpc.aio.Channel, prompt: str) -> None:
+async def answer_once(channel: grpc.aio.Channel, prompt: str, metadata: Metadata = ()) -> None:
     """Stream a short greedy answer to the terminal, as a chat if the model has a template.
 
     Raises:
         grpc.aio.AioRpcError: a call failed.
     """
     stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
-    model = await stub.GetModelInfo(tokenizer_pb2.GetModelInfoRequest())
+    model = await stub.GetModelInfo(tokenizer_pb2.GetModelInfoRequest(), metadata=metadata)
     request = tokenizer_pb2.GenerateRequest(text=prompt, sampling=_LAUNCHER_PROMPT)
     if model.has_chat_template:
         message = tokenizer_pb2.ChatMessage(role=tokenizer_pb2.ROLE_USER, content=prompt)
         request.chat.CopyFrom(tokenizer_pb2.Chat(messages=[message]))
     answer = Answer()
-    await stream_answer(channel, request, answer)
+    await stream_answer(channel, request, answer, metadata=metadata)
     print(f"\n{describe_finish(answer.finish)}", flush=True)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 from collections import defaultdict
@@ -24,14 +23,15 @@ from services.cli.clients.request_flags import add_client_flags, find_tokenizer,
 from services.cli.clients.running_cells import Target, explain_no_cell
 from services.cli.clients.wrong_service import TOKENIZER, explain_wrong_service
 from services.cli.tls_flags import peer_of_client
+from shared.flag_parser import FlagParser
 from shared.network.rpc import Peer, make_channel
 from shared.network.tls import Role
 from shared.process.encoding import describe_locale
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="lockstep generate", description="Continue a text, without a chat template.")
+def make_parser() -> FlagParser:
+    """The command's flags."""
+    parser = FlagParser(prog="lockstep generate", description="Continue a text, without a chat template.")
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; - reads it from stdin")
     parser.add_argument("-n", type=int, default=1, choices=range(1, 9), metavar="N", help="how many answers, at most 8")
     parser.add_argument("--echo", action="store_true", help="print the prompt before the answer")
@@ -39,6 +39,12 @@ def main(argv: Sequence[str]) -> int:
         "--logprobs", type=int, choices=range(21), metavar="K", help="show the logprobs of each token and of the top K"
     )
     add_client_flags(parser)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; returns the exit code."""
+    parser = make_parser()
     args = parser.parse_args(argv)
     try:
         request = request_from(args)

@@ -1,14 +1,16 @@
-"""The key that a client's command sends: from a file, since other users can read a command line."""
+"""The key that a client's command sends: from a file or the environment, since other users can read a command line."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
 
+from services.cli.api_key import API_KEY_VARIABLE
 from shared.tenants.client_keys import ClientKeysError, read_key_file
 
 Metadata = tuple[tuple[str, str], ...]
@@ -26,11 +28,17 @@ def add_key_flag(parser: argparse.ArgumentParser) -> None:
 def metadata_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Metadata:
     """What each call sends beside its message. Ends the process if the file has no key."""
     if args.key_file is None:
-        return ()
+        key = os.environ.get(API_KEY_VARIABLE)
+        return metadata_of_key(key) if key else ()
     try:
-        return (("authorization", f"Bearer {read_key_file(args.key_file)}"),)
+        return metadata_of_key(read_key_file(args.key_file))
     except ClientKeysError as error:
         parser.error(f"--key-file {error}")
+
+
+def metadata_of_key(key: str) -> Metadata:
+    """What each call with a key sends beside its message."""
+    return (("authorization", f"Bearer {key}"),)
 
 
 @contextlib.asynccontextmanager
@@ -47,8 +55,9 @@ async def explain_refused_key(target: str, metadata: Metadata) -> AsyncIterator[
             raise
         if metadata:
             raise KeyRefusedError(
-                f"{target} does not know the key in --key-file: ask its operator for another one"
+                f"{target} does not know the key in --key-file or {API_KEY_VARIABLE}: ask its operator for another one"
             ) from None
         raise KeyRefusedError(
-            f"{target} needs a key: ask its operator for one, and give the file that has it as --key-file"
+            f"{target} needs a key: ask its operator for one, and give the file that has it as --key-file, or the key "
+            f"itself in {API_KEY_VARIABLE}"
         ) from None

@@ -18,6 +18,7 @@ from services.cli.clients.event_lines import event_lines
 from services.cli.clients.running_cells import Target, explain_no_cell, find_target
 from services.cli.clients.wrong_service import ADMIN, explain_wrong_service
 from services.cli.tls_flags import add_certificate_flags, peer_of_operator
+from shared.flag_parser import FlagParser
 from shared.network.rpc import Peer, make_channel
 from shared.network.tls import Role
 
@@ -41,9 +42,9 @@ _ERASE_LINE_END = "\x1b[K"
 _ERASE_BELOW = "\x1b[J"
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
+def make_parser() -> FlagParser:
+    """The command's flags."""
+    parser = FlagParser(
         prog="lockstep top", description="Show a cell's queue, KV blocks and steps, refreshed until Ctrl-C."
     )
     parser.add_argument(
@@ -57,6 +58,12 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--once", action="store_true", help="print one snapshot and exit")
     add_certificate_flags(parser)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; returns the exit code."""
+    parser = make_parser()
     args = parser.parse_args(argv)
     peer = peer_of_operator(parser, args, Role.SCHEDULER)
     num_snapshots = 1 if args.once else None

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Sequence
 
 from services.cli.extras import missing_packages
 from services.cli.hub.model_name import parse_model_name
+from shared.flag_parser import FlagParser
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
+def make_parser() -> FlagParser:
+    """The command's flags."""
+    parser = FlagParser(
         prog="lockstep pull",
         description="Download a model and print its directory. Files that are there already are kept. "
         "Takes the weights in safetensors, the tokenizer and the chat templates, and checks the hub's "
@@ -28,6 +28,12 @@ def main(argv: Sequence[str]) -> int:
         action="store_true",
         help="only wait until another run has put ORG/NAME@COMMIT into the cache",
     )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; returns the exit code."""
+    parser = make_parser()
     args = parser.parse_args(argv)
     name = parse_model_name(args.model)
     if name is None:

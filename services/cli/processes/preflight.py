@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from services.cli.extras import ROLE_TO_EXTRA, missing_packages
 from services.cli.processes import flag_checks
@@ -58,7 +59,7 @@ async def check_commands(commands: Sequence[ServiceCommand], *, own_listeners: S
         RefusedError: the processes cannot be started.
     """
     check_listeners([*own_listeners, *(listener for command in commands for listener in command.listeners)])
-    await _check_flags(commands)
+    await read_settings(commands)
 
 
 def check_model_dir(model_dir: Path, names: Sequence[str], wanted: WantedImplementation) -> None:
@@ -121,8 +122,15 @@ def check_listeners(listeners: Iterable[Listener]) -> None:
                 raise RefusedError(f"{listener.flag}: cannot listen on {listener.address}: {error}") from None
 
 
-async def _check_flags(commands: Sequence[ServiceCommand]) -> None:
-    """Let each service check its own flags; of the workers only the last one, which has the highest device index."""
+async def read_settings(commands: Sequence[ServiceCommand]) -> dict[str, dict[str, Any]]:
+    """Let each service read its own flags; of the workers only the last one, which has the highest device index.
+
+    Returns:
+        The settings of each role that differ from their defaults, by the names of fields.
+
+    Raises:
+        RefusedError: one rejects its flags.
+    """
     last_of_role = {command.role: command for command in commands}
     module_to_role = {f"services.{role}.config": role for role in last_of_role}
     checks = [(module, last_of_role[role].flags) for module, role in module_to_role.items()]
@@ -136,7 +144,8 @@ async def _check_flags(commands: Sequence[ServiceCommand]) -> None:
         )
     output, _ = await asyncio.to_thread(process.communicate, json.dumps(checks).encode())
     if process.returncode == 0:
-        return
+        lines = [line for line in output.decode().split("\n") if line.startswith(flag_checks.SETTINGS)]
+        return {role: json.loads(line[1:]) for role, line in zip(last_of_role, lines, strict=True)}
     _, _, last = output.rpartition(flag_checks.MARK.encode())
     module, _, said = last.partition(b"\n")
     last_problem = LastProblem()

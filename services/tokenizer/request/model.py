@@ -63,7 +63,7 @@ def load_model(settings: TokenizerSettings, *, make_renderer: RendererMaker = Te
         ModelDirectoryError: a file is missing or malformed, an EOS token is outside the vocabulary, or the chat
             template fails its trial.
     """
-    model_tokenizer = load_tokenizer(settings.model_dir)
+    model_tokenizer = load_tokenizer(settings.model_dir, chat_template=settings.chat_template)
     tokenizer = model_tokenizer.backend
     encoder = Encoder(tokenizer)
     vocabulary = encoder.vocabulary

@@ -51,11 +51,14 @@ class ModelTokenizer:
     """What it was read from."""
 
 
-def load_tokenizer(model_dir: Path) -> ModelTokenizer:
+def load_tokenizer(model_dir: Path, *, chat_template: Path | None = None) -> ModelTokenizer:
     """Read the model's tokenizer. Runs no code of the directory and opens no connection.
 
     A class that needs such code, or that cannot be loaded, is replaced by the plain one: tokenizer.json as it is.
     transformers is imported only for a class that is not among `tokenizer_classes`.
+
+    Args:
+        chat_template: A file with the template to use instead of the model's.
 
     Raises:
         ModelDirectoryError: a file is malformed, or tokenizer.json is missing.
@@ -63,6 +66,8 @@ def load_tokenizer(model_dir: Path) -> ModelTokenizer:
     files = read_tokenizer_files(model_dir)
     config = read_json_if_any(model_dir, CONFIG)
     templates = _templates(model_dir, files.config)
+    if chat_template is not None:
+        templates = {_DEFAULT: _read_template(chat_template)}
     try:
         name = class_name(config, files.config, files.text)
         backend, special_tokens = _make(name, files)

@@ -27,6 +27,7 @@ from services.worker.models.qwen3_next import load_qwen3_next
 from services.worker.models.qwen_vl import load_qwen2_vl, load_qwen3_vl, load_qwen3_vl_moe
 from shared.model_files.implementations import WantedImplementation, implementation_of
 from shared.model_files.model_dir import ModelDirectoryError, architecture_of
+from shared.release import install_advice
 
 __all__ = ["CausalLM", "ModelLoader", "code_of", "loader_for"]
 
@@ -122,6 +123,6 @@ def _generic_loader() -> ModelLoader:
             raise
         raise ModelDirectoryError(
             "config.json: this architecture is served by the code of transformers, which is not installed: "
-            "pip install 'lockstep-llm[worker-transformers]'"
+            f"{install_advice(['worker-transformers'])}"
         ) from error
     return load_generic

@@ -29,6 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from shared.flag_parser import FlagParser
 from shared.model_files.gguf_names import model_name, part_paths
 from shared.model_files.imported_models import (
     IMPORT_VERSION,
@@ -232,7 +233,7 @@ def sha256_of(path: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="lockstep import", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(

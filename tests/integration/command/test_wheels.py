@@ -15,7 +15,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from shared.release import CLIENT_DISTRIBUTION, DISTRIBUTION
+from shared.release import CLIENT_DISTRIBUTION, install_advice
 from tests.support.cells.cell import Cell
 from tests.support.clients.readme_samples import ADDRESS, samples
 from tests.support.models.tiny_llama import write_tiny_llama
@@ -31,6 +31,7 @@ CONSTRAINTS = ROOT / "deploy" / "constraints-cpu.txt"
 SOURCES = {".py", ".cpp", ".h", ".html", ".css", ".js"}
 SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
 PUBLIC = {f"lockstep/v1/{name}{suffix}" for name in ("common", "scheduler", "tokenizer") for suffix in SUFFIXES}
+PUBLIC.add("lockstep/v1/py.typed")
 
 
 def own_environment() -> dict[str, str]:
@@ -101,7 +102,9 @@ def serving(environment: Environment, model_dir: Path, log_path: Path) -> Iterat
     assert Path(found.stdout).is_relative_to(environment.site)
 
     address = f"127.0.0.1:{free_port()}"
-    command = program_command(sys.executable, "-m", "services.cli", "serve", str(model_dir), f"--listen={address}")
+    command = program_command(
+        sys.executable, "-m", "services.cli", "serve", str(model_dir), f"--listen={address}", "--no-http"
+    )
     with (
         log_path.open("w") as log,
         subprocess.Popen(
@@ -139,6 +142,7 @@ def test_the_wheel_has_all_modules_stubs_kernels_and_the_page(source: Path, whee
     }
     expected = {name for name in files if Path(name).suffix in SOURCES}
     internal = [f"lockstep/internal/v1/{name}" for name in ("exchange", "introduction", "sampling", "worker")]
+    expected |= {f"{package}/py.typed" for package in ("services", "shared")}
     expected |= PUBLIC | {f"{name}{suffix}" for name in internal for suffix in SUFFIXES}
     assert expected == {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
 
@@ -161,12 +165,12 @@ def test_the_installed_command_says_what_it_is(installed: Environment) -> None:
 def test_a_command_names_the_extras_that_are_missing(installed: Environment, tmp_path: Path) -> None:
     serve = installed.run("lockstep", "serve", str(tmp_path))
     assert serve.returncode == 2
-    assert f"pip install '{DISTRIBUTION}[scheduler,tokenizer,worker-cpu]'" in serve.stderr
+    assert f"{install_advice(['scheduler', 'tokenizer', 'worker-cpu'])}, with" in serve.stderr
     assert "torch" in serve.stderr
     assert "Traceback" not in serve.stderr
     imported = installed.run("lockstep", "import", "model.gguf", str(tmp_path / "model"))
     assert imported.returncode == 2
-    assert f"pip install '{DISTRIBUTION}[import]'" in imported.stderr
+    assert install_advice(["import"]) in imported.stderr
 
 
 def test_the_wheels_cell_answers_both_wheels_clients(

@@ -22,6 +22,15 @@ from tests.support.system.processes import ROOT
 from tests.support.tables.generated_tables import replace_tables
 
 SETTINGS_FILE = ROOT / "services" / "SETTINGS.md"
+FLAGS_FILE = ROOT / "services" / "cli" / "processes" / "service_flags.py"
+_FLAGS_HEAD = '''"""The services' flags, by role.
+
+Made by `make settings`: change the models in services/*/config.py instead.
+"""
+
+from __future__ import annotations
+
+ROLE_TO_FLAGS: dict[str, tuple[str, ...]] = {'''
 BEGIN = "<!-- Made by `make settings`: change the models in services/*/config.py instead. -->\n"
 END = "<!-- The end of what `make settings` makes. -->\n"
 
@@ -37,7 +46,8 @@ _SHARED_NAMES = tuple(name for name in ServiceSettings.model_fields if name != "
 
 
 def main() -> None:
-    """Bring services/SETTINGS.md up to date."""
+    """Bring services/SETTINGS.md and the launcher's list of the services' flags up to date."""
+    FLAGS_FILE.write_text(render_flags(), encoding="utf-8")
     SETTINGS_FILE.write_text(with_tables(SETTINGS_FILE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
@@ -48,6 +58,21 @@ def with_tables(document: str) -> str:
         ValueError: the text does not have the two marks, once each and in order.
     """
     return replace_tables(document, BEGIN, END, render_tables())
+
+
+def render_flags() -> str:
+    """The module with the services' flags, which a launcher cannot import."""
+    lines = [_FLAGS_HEAD]
+    for role in ("worker", "scheduler", "tokenizer"):
+        model = _TITLE_TO_MODEL[role.capitalize()]
+        lines.append(f'    "{role}": (')
+        for name, field in model.model_fields.items():
+            if not is_hidden(field):
+                flag = name.replace("_", "-")
+                forms = [flag, f"no-{flag}"] if field.annotation is bool else [flag]
+                lines += [f'        "{form}",' for form in forms]
+        lines.append("    ),")
+    return "\n".join([*lines, "}\n"])
 
 
 def render_tables() -> str:

@@ -16,6 +16,7 @@ from shared.release import CLIENT_DISTRIBUTION, DISTRIBUTION
 from tests.support.system.processes import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+REQUIREMENT_TO_MODULE = {"pyyaml": "yaml"}
 REQUIREMENT = re.compile(r"([\w-]+)(?:\[([\w,-]+)\])?")
 
 
@@ -28,7 +29,7 @@ def modules_of(extra: str) -> set[str]:
         if match[1] == DISTRIBUTION:
             modules.update(*map(modules_of, match[2].split(",")))
         else:
-            modules.add(match[1].replace("-", "_"))
+            modules.add(REQUIREMENT_TO_MODULE.get(match[1], match[1].replace("-", "_")))
     return modules
 
 
@@ -43,6 +44,7 @@ def test_the_extras_are_those_of_the_distribution() -> None:
     assert PROJECT["name"] == DISTRIBUTION
     required = {extra: modules_of(extra) for extra in EXTRA_TO_MODULES}
     required["tokenizer"] -= required["pull"] | required["http"]
+    required["scheduler"] -= required["config"]
     assert {extra: set(names) for extra, names in EXTRA_TO_MODULES.items()} == required
     assert {*ROLE_TO_EXTRA} == {*ROLES}
     assert {*ROLE_TO_EXTRA.values()} <= {*EXTRA_TO_MODULES}
@@ -55,10 +57,15 @@ def test_the_stubs_alone_have_the_same_release() -> None:
 
 
 def test_what_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    hide(monkeypatch, "xxhash", "kubernetes", "prompt_toolkit")
+    hide(monkeypatch, "xxhash", "kubernetes", "prompt_toolkit", "shtab")
     assert missing_packages("chat", ["chat"]) == (
-        "`lockstep chat` needs prompt_toolkit: pip install 'lockstep-llm[chat]'"
+        "`lockstep chat` needs prompt_toolkit, shtab: pip install '.[chat]' in a checkout of Lockstep"
     )
+    # torch would come for CUDA.
+    hide(monkeypatch, "torch")
+    said = missing_packages("serve", ["worker-cpu"])
+    assert said is not None
+    assert " --extra-index-url https://download.pytorch.org/whl/cpu '.[worker-cpu]' " in said
 
 
 def test_nothing_is_missing_where_all_is_installed() -> None:

@@ -69,4 +69,4 @@ def test_with_tls_and_keys_the_command_has_what_it_needs_and_no_key(tmp_path: Pa
     assert found["page"] == f"https://{domain}:8443/"
     command = shlex.split(found["try"])
     assert command[1:5] == ["--cacert", str(files.authority), "--connect-to", "::127.0.0.1:8443"]
-    assert command[-1] == "Authorization: Bearer $KEY"
+    assert command[-1] == "Authorization: Bearer $LOCKSTEP_API_KEY"

@@ -115,7 +115,7 @@ def test_a_collector_needs_the_extra(
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(SystemExit):
         load("--model-dir=/models/a", "--otlp-endpoint=http://127.0.0.1:4317")
-    assert "pip install 'lockstep-llm[tracing]'" in capsys.readouterr().err
+    assert "pip install '.[tracing]' in a checkout" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("parser", ["none", "hermes", "harmony"])

@@ -1,0 +1,32 @@
+"""The demo's model says something to whoever greets it, with the sampling that `make run` gives it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lockstep.v1 import common_pb2, tokenizer_pb2
+from tests.support.cells.cell import start_cell
+from tests.support.system.processes import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
+NUM_ANSWERS = 5
+MAX_TOKENS = 256
+
+
+def test_a_greeting_gets_an_answer_with_an_end_each_time(real_model: Path) -> None:
+    found = re.search(r"--override-generation-config='(.*)'", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert found is not None
+    message = tokenizer_pb2.ChatMessage(role=tokenizer_pb2.ROLE_USER, content="Say hi to me")
+    with start_cell(real_model, f"--override-generation-config={found[1]}") as cell, cell.stub() as stub:
+        for seed in range(NUM_ANSWERS):
+            request = tokenizer_pb2.GenerateRequest(
+                chat=tokenizer_pb2.Chat(messages=[message]),
+                sampling=common_pb2.SamplingParams(seed=seed, max_tokens=MAX_TOKENS),
+            )
+            [choice] = stub.Complete(tokenizer_pb2.CompleteRequest(request=request)).choices
+            assert choice.finish.reason == common_pb2.FINISH_REASON_EOS, choice.text
+            assert len(re.findall("[a-z]{2,}", choice.text.lower())) > 2, choice.text
