@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 API_KEY_VARIABLE = "LOCKSTEP_API_KEY"
+# By which the settings know it too, as any other.
+_SETTINGS_VARIABLE = "LOCKSTEP_SERVE_API_KEY"
 _FLAG = "--api-key"
 # Source: proc(5), /proc/PID/stat: arg_start and arg_end are fields 48 and 49; the first after the name is 3.
 _ARG_START, _ARG_END = 48 - 3, 49 - 3
@@ -36,7 +38,8 @@ def take_api_key(argv: Sequence[str]) -> list[str]:
 
 def forget_api_key() -> None:
     """Take the key from the environment, which child processes would inherit."""
-    os.environ.pop(API_KEY_VARIABLE, None)
+    for name in (API_KEY_VARIABLE, _SETTINGS_VARIABLE):
+        os.environ.pop(name, None)
 
 
 def write_key_file(path: Path, key: str) -> None:

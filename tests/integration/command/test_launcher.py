@@ -326,7 +326,9 @@ def test_a_model_directory_that_is_none_is_refused_before_anything_starts(tmp_pa
 
 def test_a_name_without_an_organisation_says_how_models_are_named() -> None:
     line = refused("smollm2", free_address())
-    assert line.startswith("error: smollm2 is not a directory here; a model of Hugging Face's hub is named ORG/NAME, such")
+    assert line.startswith(
+        "error: smollm2 is not a directory here; a model of Hugging Face's hub is named ORG/NAME, such"
+    )
 
 
 def test_an_architecture_that_is_not_served_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from services.cli import serve
+from services.cli.extras import EXTRA_TO_MODULES
 from services.cli.http_lines import describe_http
 from services.cli.serve_settings import ServeSettings
 from shared.config import load_settings
@@ -15,6 +17,7 @@ from shared.network.tls import Role
 from tests.support.cells.certificates import Authority, write_files
 from tests.support.cells.tls_cell import tls_flags
 from tests.support.clients.key_files import key_line, write_keys
+from tests.support.system.ports import free_port
 
 
 def lines(model_dir: Path, *flags: str) -> dict[str, str]:
@@ -70,3 +73,17 @@ def test_with_tls_and_keys_the_command_has_what_it_needs_and_no_key(tmp_path: Pa
     command = shlex.split(found["try"])
     assert command[1:5] == ["--cacert", str(files.authority), "--connect-to", "::127.0.0.1:8443"]
     assert command[-1] == "Authorization: Bearer $LOCKSTEP_API_KEY"
+
+
+def test_without_the_packages_a_line_says_so_unless_an_address_asks_for_http(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(EXTRA_TO_MODULES, "http", ("no_such_module",))
+    listen = f"--listen=127.0.0.1:{free_port()}"
+    # The name ends both starts.
+    assert serve.main(["nothing", listen]) == 2
+    note, problem = capsys.readouterr().err.splitlines()
+    assert note.startswith("note: no HTTP, only gRPC: `lockstep serve` needs no_such_module: pip install '.[http]'")
+    assert problem.startswith("error: nothing is not a directory here")
+    assert serve.main(["nothing", listen, "--http-listen=127.0.0.1:0"]) == 2
+    assert capsys.readouterr().err.startswith("error: `lockstep serve` needs no_such_module: pip install '.[http]'")
