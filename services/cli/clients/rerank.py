@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
@@ -14,14 +13,15 @@ from services.cli.clients.request_flags import add_call_flags, determinism_of, f
 from services.cli.clients.running_cells import Target, explain_no_cell
 from services.cli.clients.wrong_service import TOKENIZER, explain_wrong_service
 from services.cli.tls_flags import peer_of_client
+from shared.flag_parser import FlagParser
 from shared.network.rpc import Peer, make_channel
 from shared.network.tls import Role
 from shared.process.encoding import describe_locale
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
+def make_parser() -> FlagParser:
+    """The command's flags."""
+    parser = FlagParser(
         prog="lockstep rerank",
         description="Rank documents by how well they fit a query, with a cell whose model is a reranker. Each line has "
         "the score, 0 to 1, the document's number, from 0, and its text.",
@@ -33,6 +33,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--instruction", default="", metavar="TEXT", help="what makes a document fit")
     parser.add_argument("--top-n", type=int, metavar="N", help="show only the N best")
     add_call_flags(parser)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; returns the exit code."""
+    parser = make_parser()
     args = parser.parse_args(argv)
     if args.top_n is not None and args.top_n < 1:
         parser.error("--top-n must be at least 1")

@@ -48,7 +48,7 @@ def check_score(
     """Check what can be checked before encoding; as `check_request`, and raises as it does."""
     priority = client.resolve_priority(request.priority)
     if request.HasField("model") and request.model != model_name:
-        raise ModelNotFoundError("the requested model is not served here", served_model=model_name)
+        raise ModelNotFoundError.from_name(request.model, [model_name])
     violations: list[Violation] = []
     request_id = read_request_id(request.request_id if request.HasField("request_id") else None, violations)
     if len(request_id) > _MAX_REQUEST_ID:

@@ -17,6 +17,7 @@ SLIPS = {
     "ranks": (["m"], "--node-rnk=1", "--node-rank"),
     "chat": ([], "--sytem=x", "--system"),
     "generate": (["x"], "--max-tokenz=3", "--max-tokens"),
+    "rerank": (["q", "d"], "--instructions=x", "--instruction"),
     "top": ([], "--intervall=3", "--interval"),
     "pull": (["a/b"], "--without-weight-files", "--without-weights"),
     "import": (["a", "b"], "--dequantise", "--dequantize"),

@@ -17,6 +17,7 @@ from tests.support.tokenizer.http_client import MESSAGES, HttpService
 
 ASKED = "gpt-\u202e4\n\x1b[31m'\"é" + "z" * 200
 BODY = {"model": ASKED, "messages": MESSAGES, "input": "x", "prompt": "x", "max_tokens": 5, "tokens": [1]}
+BODY |= {"text_1": "x", "text_2": "y", "query": "x", "documents": ["y"]}
 FIELDS = {
     "/v1/chat/completions": ("messages",),
     "/v1/completions": ("prompt",),
@@ -28,6 +29,8 @@ FIELDS = {
     "/v1/completions/render": ("prompt",),
     "/tokenize": ("prompt",),
     "/detokenize": ("tokens",),
+    **dict.fromkeys(("/v1/score", "/score"), ("text_1", "text_2")),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), ("query", "documents")),
 }
 
 
@@ -70,10 +73,16 @@ async def test_the_model_in_a_path_is_named_too(http: HttpService) -> None:
     assert answer.error["message"] == 'the model "llama/3" is not served here; served: "tiny"'
 
 
-async def test_grpc_says_the_same(http: HttpService) -> None:
+@pytest.mark.parametrize("method", ["Complete", "Score"])
+async def test_grpc_says_the_same(http: HttpService, method: str) -> None:
     request = tokenizer_pb2.GenerateRequest(text="x", model=ASKED)
+    pairs = tokenizer_pb2.ScorePairs(queries=["x"], documents=["y"])
+    messages = {
+        "Complete": tokenizer_pb2.CompleteRequest(request=request),
+        "Score": tokenizer_pb2.ScoreRequest(pairs=pairs, model=ASKED),
+    }
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await http.service.stub.Complete(tokenizer_pb2.CompleteRequest(request=request))
+        await getattr(http.service.stub, method)(messages[method])
     assert caught.value.details() == f'the model {quote_name(ASKED)} is not served here; served: "tiny"'
 
 
