@@ -51,10 +51,10 @@ void store(void* to, int64_t stride) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(kTile) : "memory");
 }
 
-// kSum += kLeft [rows, depth] @ kRight [depth / 4, columns, 4], of signed bytes with unsigned ones, into int32.
+// kSum += kLeft [rows, depth] @ kRight [depth / 4, columns, 4], of signed bytes into int32.
 template <int kSum, int kLeft, int kRight>
 void dot_bytes() {
-    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kLeft), "i"(kRight));
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kLeft), "i"(kRight));
 }
 // kSum += kLeft [rows, depth] @ kRight [depth / 2, columns, 2], of bfloat16 into float32. Subnormal numbers count as 0.
 template <int kSum, int kLeft, int kRight>

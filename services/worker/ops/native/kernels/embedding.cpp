@@ -68,7 +68,7 @@ float read_value(const Matrix& m, const uint8_t* codes, int64_t place, int64_t c
     const int64_t step = column / kStep, half = column / 4 % 2, byte = place * 4 + column % 4;
     if (m.kind == Kind::kInt8) {
         const uint8_t code = codes[(2 * step + half) * kTileRows * 4 + byte];
-        return static_cast<float>(static_cast<int8_t>(code - kInt8Zero));
+        return static_cast<float>(static_cast<int8_t>(code - int8_zero(m)));
     }
     const bool has_upper = m.kind == Kind::kInt5 || m.kind == Kind::kInt6;
     // A run of steps is followed by their upper bits.

@@ -90,7 +90,7 @@ private:
         }
         const int64_t floats = round_up(num_rows_ * (2 * inner_ + hidden_) * 4, 64);
         const int64_t numbers = num_rows_ * 3 + call_.num_experts * 2 + 3;
-        const int64_t rows_bytes = (num_rows_ + kRowsReadAhead) * row_bytes_;
+        const int64_t rows_bytes = num_rows_ * row_bytes_;
         prepared_ = buffer.reserve(rows_bytes + floats + numbers * 8);
         projected_ = reinterpret_cast<float*>(prepared_ + rows_bytes);
         outputs_ = projected_ + num_rows_ * 2 * inner_;
@@ -142,7 +142,8 @@ private:
         float* out = is_first ? projected_ : outputs_;
         // Threads take pieces in turn.
         const int64_t next_tile = std::min(tile + num_threads(), tiles_of(is_first) - 1);
-        multiply_tile(m, tile, next_tile, prepared(row), row_bytes_, count, out + row * m.num_rows, m.num_rows);
+        const TileRun run{tile, tile + 1, next_tile};
+        multiply_tiles(m, run, prepared(row), row_bytes_, count, out + row * m.num_rows, m.num_rows);
     }
 
     // Experts' outputs are rounded to the dtype, as if they had come from elsewhere, and added up in float32.

@@ -59,7 +59,12 @@ inline Floats absolute(Floats a) { return {_mm512_abs_ps(a.v)}; }
 inline float max_lane(Floats a) { return _mm512_reduce_max_ps(a.v); }
 inline float sum_lanes(Floats a) { return _mm512_reduce_add_ps(a.v); }
 
+inline Ints load_ints(const int32_t* source) { return {_mm512_loadu_si512(source)}; }
 inline Ints add(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline Ints sub(Ints a, Ints b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+inline Ints shift_left(Ints a, unsigned count) { return {_mm512_slli_epi32(a.v, count)}; }
+// Signs stay.
+inline Ints shift_right(Ints a, unsigned count) { return {_mm512_srai_epi32(a.v, count)}; }
 inline int32_t sum_lanes(Ints a) { return _mm512_reduce_add_epi32(a.v); }
 inline Floats to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 // To the nearest, even among equals.

@@ -37,11 +37,8 @@ struct Product {
     // Multiply the rows from `first` on, `count` of them, with some of the tiles; this thread's next are `next_tile` on.
     void multiply(
         const uint8_t* rows, int64_t first, int64_t count, int64_t first_tile, int64_t end_tile, int64_t next_tile) const {
-        for (int64_t tile = first_tile; tile < end_tile; ++tile) {
-            const int64_t next = tile + 1 < end_tile ? tile + 1 : next_tile;
-            U* target = out + first * out_stride;
-            multiply_tile(m, tile, next, rows + first * row_bytes, row_bytes, count, target, out_stride);
-        }
+        const TileRun run{first_tile, end_tile, next_tile};
+        multiply_tiles(m, run, rows + first * row_bytes, row_bytes, count, out + first * out_stride, out_stride);
     }
 };
 
@@ -55,7 +52,7 @@ void run(const Product<T, U>& product) {
     const int64_t tiles_at_once = std::max<int64_t>(1, tiles / pieces);
     const int64_t runs = divide_up(tiles, tiles_at_once);
     const bool in_place = reads_in_place(m);
-    uint8_t* const prepared = in_place ? nullptr : buffer.reserve((num_rows + kRowsReadAhead) * product.row_bytes);
+    uint8_t* const prepared = in_place ? nullptr : buffer.reserve(num_rows * product.row_bytes);
     const uint8_t* const rows = in_place ? reinterpret_cast<const uint8_t*>(product.x) : prepared;
     const Phase prepare{in_place ? 0 : divide_up(num_rows, kPreparedRows), [&](int64_t piece) {
         const int64_t end = std::min(num_rows, (piece + 1) * kPreparedRows);

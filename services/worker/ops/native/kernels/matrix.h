@@ -15,7 +15,7 @@ constexpr int kStep = 8;
 enum class Kind : int64_t {
     kFloat32,   // [K][32] float32
     kBfloat16,  // [K / 2][32][2] bfloat16
-    kInt8,      // [K / 8][2][32][4] bytes: codes plus kInt8Zero
+    kInt8,      // [K / 8][2][32][4] bytes: codes plus int8_zero
     kInt4,      // [K / 8][32][4] bytes: codes of 4 columns in the low halves, of the next 4 in the high ones
     kMxfp4,     // likewise; codes are indices of MXFP4's values
     kIq4,       // likewise; codes are indices of kIq4Values
@@ -43,8 +43,8 @@ enum class Offsets : int64_t {
     kFactors,  // as the scales are
 };
 
-// Integer products: activations are quantised to 8 bits with a scale for each run of this many columns. Larger runs cost
-// less time and more precision; a run never has two scales of weights.
+// Integer products by vectors: activations are quantised to 8 bits with a scale for each run of this many columns. Larger
+// runs cost less time and more precision; a run never has two scales of weights.
 constexpr int group_columns(Scales scales) {
     return scales == Scales::kRow ? 64 : scales == Scales::kFactors16 ? 16 : 32;
 }
@@ -56,7 +56,7 @@ constexpr bool has_factors(Scales scales) { return scales == Scales::kFactors ||
 // The bytes of a float16 for each row of a tile, and of the factors for so many groups.
 constexpr int64_t factored_bytes(int64_t groups) { return kTileRows * (2 + groups); }
 
-// What added to an int8 code makes it what the processor multiplies: AVX-512's products take unsigned weights.
+// What added to an 8-bit value makes it what vectors multiply: AVX-512's products take unsigned weights.
 #ifdef __AVX512VNNI__
 constexpr int kInt8Zero = 128;
 #else
@@ -88,6 +88,19 @@ constexpr int64_t kBf16Columns = 32;
 #else
 constexpr int64_t kBf16Columns = 2;
 #endif
+
+// Sums of so many products of a code below 2 ** 7 and a weight up to 2 ** 7 fit in 32 bits.
+constexpr int64_t kMaxPlanesColumns = 1 << 17;
+// Whether a tile unit multiplies the matrix with activations of 15 bits, which are in two planes of bytes.
+inline bool has_planes([[maybe_unused]] const Matrix& m) {
+#ifdef USE_AMX
+    return m.kind == Kind::kInt8 && m.scales == Scales::kRow && m.num_columns <= kMaxPlanesColumns;
+#else
+    return false;
+#endif
+}
+// What is added to the codes of kInt8. A tile unit takes signed weights.
+inline int int8_zero(const Matrix& m) { return has_planes(m) ? 0 : kInt8Zero; }
 
 constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
@@ -145,7 +158,7 @@ inline int64_t tile_bytes(const Matrix& m) {
 // What is added to the multiplied values so that they are unsigned; activations' sums times this are subtracted again.
 inline int zero_point(const Matrix& m) {
     switch (m.kind) {
-        case Kind::kInt8:
+        case Kind::kInt8: return int8_zero(m);
         case Kind::kIq4: return kInt8Zero;
         case Kind::kMxfp4: return 12;
         default: return static_cast<int>(m.zero);

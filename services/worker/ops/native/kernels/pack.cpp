@@ -25,7 +25,7 @@ void read_codes(const Source& source, int64_t row, int64_t first, uint8_t* codes
     const int64_t index = row * source.m.num_columns + first;
     switch (source.m.kind) {
         case Kind::kInt8:
-            for (int64_t i = 0; i < count; ++i) codes[i] = static_cast<uint8_t>(source.values[index + i] + kInt8Zero);
+            for (int64_t i = 0; i < count; ++i) codes[i] = static_cast<uint8_t>(source.values[index + i] + int8_zero(source.m));
             return;
         case Kind::kInt5:
         case Kind::kInt6: std::memcpy(codes, source.values + index, static_cast<size_t>(count)); return;

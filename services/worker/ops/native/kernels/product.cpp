@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "blocks.h"
+
 namespace lockstep::products {
 
 namespace {
@@ -14,22 +16,50 @@ constexpr int64_t kAhead = 8192;
 // Rows whose products are stored together: they share the loads of the tile's offsets.
 constexpr int64_t kStoredRows = 4;
 
-// Stores a tile's products with some rows: their sums, and what those lack.
-template <int kRows, class T>
+// The sums of a tile's products with rows [num_rows, 32].
+struct FloatSums {
+    const float* sums;
+
+    Floats load(int64_t row, int half) const { return products::load(sums + row * kTileRows + half * kLanes); }
+};
+
+#ifdef USE_AMX
+
+// The same in both planes of `rows`.
+struct PlanesSums {
+    const Matrix& m;
+    const int32_t* sums;
+    const uint8_t* rows;
+    int64_t row_bytes;
+
+    Floats load(int64_t row, int half) const {
+        const int32_t* high = sums + row * kTileRows + half * kLanes;
+        const int32_t* low = high + amx::kRows * kTileRows;
+        const float scale = *planes_row(m, const_cast<uint8_t*>(rows + row * row_bytes)).scale;
+        return mul(fma(to_floats(load_ints(high)), fill(128.0f), to_floats(load_ints(low))), fill(scale));
+    }
+};
+
+#endif
+
+// Stores a tile's products with some rows from `first_row` on: their sums, and what those lack.
+template <int kRows, class Sums, class T>
 void store_rows(
     const Matrix& m,
     int64_t tile,
     const uint8_t* rows,
     int64_t row_bytes,
-    const float* sums,
+    const Sums& sums,
+    int64_t first_row,
     T* out,
     int64_t out_stride) {
     const int64_t first = tile * kTileRows, row_words = row_bytes / 4;
-    const float* x_sums = quantized_row(m, const_cast<uint8_t*>(rows)).sums;
+    const float* x_sums = activation_sums(m, rows + first_row * row_bytes);
+    out += first_row * out_stride;
     Floats values[kRows][2];
     for (int half = 0; half < 2; ++half) {
         const Floats scales = m.row_scales ? load(m.row_scales + first + half * kLanes) : fill(1.0f);
-        for (int r = 0; r < kRows; ++r) values[r][half] = mul(load(sums + r * kTileRows + half * kLanes), scales);
+        for (int r = 0; r < kRows; ++r) values[r][half] = mul(sums.load(first_row + r, half), scales);
     }
     for (int half = 0; half < 2; ++half) {
         const int64_t left = m.num_rows - first - half * kLanes;
@@ -45,20 +75,19 @@ void store_rows(
     }
 }
 
-// Stores a tile's products with rows from its sums [num_rows, 32].
-template <class T>
+// Stores a tile's products with rows.
+template <class Sums, class T>
 void store_block(
     const Matrix& m,
     int64_t tile,
     const uint8_t* rows,
     int64_t row_bytes,
     int64_t num_rows,
-    const float* sums,
+    const Sums& sums,
     T* out,
     int64_t out_stride) {
     const auto store_from = [&](int64_t row, auto num_stored) {
-        const float* stored = sums + row * kTileRows;
-        store_rows<num_stored>(m, tile, rows + row * row_bytes, row_bytes, stored, out + row * out_stride, out_stride);
+        store_rows<num_stored>(m, tile, rows, row_bytes, sums, row, out, out_stride);
     };
     int64_t row = 0;
     for (; row + kStoredRows <= num_rows; row += kStoredRows) {
@@ -69,35 +98,47 @@ void store_block(
 
 #ifdef USE_AMX
 
-// As `multiply_tile`, with the tile unit. A row's bits do not depend on the others in its block.
+// As `multiply_tiles`, with the tile unit. A row's bits do not depend on the others in its block.
 template <class T>
 void multiply_blocks(
-    BlockKernel kernel,
     const Matrix& m,
-    int64_t tile,
-    int64_t next_tile,
+    const TileRun& run,
     const uint8_t* rows,
     int64_t row_bytes,
     int64_t num_rows,
     T* out,
     int64_t out_stride) {
-    const int64_t bytes = tile_bytes(m), num_blocks = divide_up(num_rows, kBlockRows);
-    // While it computes, memory brings the next tile.
-    const int64_t steps = block_steps(m), share = divide_up(bytes, num_blocks * steps * 64) * 64;
-    alignas(64) float sums[kBlockRows * kTileRows];
-    for (int64_t block = 0; block < num_blocks; ++block) {
-        const int64_t first = block * kBlockRows, count = std::min<int64_t>(kBlockRows, num_rows - first);
-        const uint8_t* block_rows = rows + first * row_bytes;
-        const uint8_t* next = m.tiles + next_tile * bytes + block * steps * share;
-        kernel({m, m.tiles + tile * bytes, block_rows, row_bytes, count, next, share}, sums);
-        store_block(m, tile, block_rows, row_bytes, count, sums, out + first * out_stride + tile * kTileRows, out_stride);
+    const int64_t bytes = tile_bytes(m), num_blocks = divide_up(num_rows, max_block_rows(m));
+    // All blocks have as many rows, so that tiles keep their shapes: the last begins with rows of the one before it.
+    const int64_t count = divide_up(num_rows, num_blocks);
+    // While it computes, memory brings what comes next: this tile, with several blocks the next one.
+    const int64_t steps = num_steps(m);
+    const int64_t share = num_blocks == 1 ? kStepBytes : divide_up(bytes, num_blocks * steps * 64) * 64;
+    alignas(64) uint8_t sums[kBlockRows * kTileRows * 4];
+    const amx::Tiles tiles(block_shapes(m, count));
+    for (int64_t tile = run.first; tile < run.end; ++tile) {
+        const uint8_t* weights = m.tiles + tile * bytes;
+        for (int64_t block = 0; block < num_blocks; ++block) {
+            const int64_t first = std::min(block * count, num_rows - count);
+            const uint8_t* block_rows = rows + first * row_bytes;
+            const uint8_t* next =
+                num_blocks == 1 ? weights + kAhead : m.tiles + run.after(tile) * bytes + block * steps * share;
+            multiply_block({m, weights, block_rows, row_bytes, count, next, share}, sums);
+            T* target = out + first * out_stride + tile * kTileRows;
+            if (has_planes(m)) {
+                const PlanesSums planes{m, reinterpret_cast<const int32_t*>(sums), block_rows, row_bytes};
+                store_block(m, tile, block_rows, row_bytes, count, planes, target, out_stride);
+            } else {
+                const FloatSums floats{reinterpret_cast<const float*>(sums)};
+                store_block(m, tile, block_rows, row_bytes, count, floats, target, out_stride);
+            }
+        }
     }
 }
 
 #endif
 
-}  // namespace
-
+// One of the tiles, with vectors.
 template <class T>
 void multiply_tile(
     const Matrix& m,
@@ -108,11 +149,6 @@ void multiply_tile(
     int64_t num_rows,
     T* out,
     int64_t out_stride) {
-#ifdef USE_AMX
-    if (const BlockKernel kernel = block_kernel(m, num_rows)) {
-        return multiply_blocks(kernel, m, tile, next_tile, rows, row_bytes, num_rows, out, out_stride);
-    }
-#endif
     const TileKernels kernels = tile_kernels(m);
     const int64_t bytes = tile_bytes(m);
     const uint8_t* weights = m.tiles + tile * bytes;
@@ -134,11 +170,30 @@ void multiply_tile(
         }
         kernels.by_rows[count - 1]({m, weights, block_rows, row_bytes, next, share}, sums);
         T* target = out + first * out_stride + tile * kTileRows;
-        store_block(m, tile, block_rows, row_bytes, count, sums, target, out_stride);
+        store_block(m, tile, block_rows, row_bytes, count, FloatSums{sums}, target, out_stride);
     }
 }
 
-template void multiply_tile(const Matrix&, int64_t, int64_t, const uint8_t*, int64_t, int64_t, float*, int64_t);
-template void multiply_tile(const Matrix&, int64_t, int64_t, const uint8_t*, int64_t, int64_t, bf16*, int64_t);
+}  // namespace
+
+template <class T>
+void multiply_tiles(
+    const Matrix& m,
+    const TileRun& run,
+    const uint8_t* rows,
+    int64_t row_bytes,
+    int64_t num_rows,
+    T* out,
+    int64_t out_stride) {
+#ifdef USE_AMX
+    if (uses_tile_unit(m)) return multiply_blocks(m, run, rows, row_bytes, num_rows, out, out_stride);
+#endif
+    for (int64_t tile = run.first; tile < run.end; ++tile) {
+        multiply_tile(m, tile, run.after(tile), rows, row_bytes, num_rows, out, out_stride);
+    }
+}
+
+template void multiply_tiles(const Matrix&, const TileRun&, const uint8_t*, int64_t, int64_t, float*, int64_t);
+template void multiply_tiles(const Matrix&, const TileRun&, const uint8_t*, int64_t, int64_t, bf16*, int64_t);
 
 }  // namespace lockstep::products

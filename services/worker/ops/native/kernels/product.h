@@ -6,16 +6,21 @@
 
 namespace lockstep::products {
 
-// Computes `rows @ tile.T` with scales, offsets and bias, and stores it in the tile's 32 columns of `out`.
+// Tiles that a thread multiplies one after the other, [first, end), and the one that it will need after them.
+struct TileRun {
+    int64_t first, end, next;
+
+    int64_t after(int64_t tile) const { return tile + 1 < end ? tile + 1 : next; }
+};
+
+// Computes `rows @ tile.T` with scales, offsets and bias, and stores it in the 32 columns of `out` that each tile has.
 //
-// next_tile: The tile that this thread will need next.
 // rows: [num_rows], prepared for `m`, `row_bytes` apart.
 // out: [num_rows, >= m.num_rows] of T, `out_stride` elements from row to row.
 template <class T>
-void multiply_tile(
+void multiply_tiles(
     const Matrix& m,
-    int64_t tile,
-    int64_t next_tile,
+    const TileRun& run,
     const uint8_t* rows,
     int64_t row_bytes,
     int64_t num_rows,

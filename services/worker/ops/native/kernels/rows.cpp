@@ -69,6 +69,39 @@ void quantize_row(const Matrix& m, const T* x, uint8_t* target) {
     }
 }
 
+#ifdef USE_AMX
+
+// The most that a code of two planes can be.
+constexpr float kMostCode = 127.0f * 128.0f;
+
+template <class T>
+void quantize_planes(const Matrix& m, const T* x, uint8_t* target) {
+    const PlanesRow row = planes_row(m, target);
+    const int64_t columns = num_groups(m) * group_columns(m.scales);
+    Floats largest = zeros(), poison = zeros();
+    for (int64_t column = 0; column < m.num_columns; column += kLanes) {
+        const Floats values = load_up_to(x + column, m.num_columns - column);
+        largest = max(largest, absolute(values));
+        poison = fma(values, zeros(), poison);
+    }
+    const float bound = max_lane(largest);
+    const Floats inverse = fill(bound > kSmallest ? kMostCode / bound : 0.0f);
+    Ints sum = fill_ints(0);
+    for (int64_t column = 0; column < columns; column += kLanes) {
+        const Floats values = load_up_to(x + column, m.num_columns - column);
+        const Ints codes = round_to_ints(max(min(mul(values, inverse), fill(kMostCode)), fill(-kMostCode)));
+        // From -64 to 63 is left for the lower plane.
+        const Ints high = shift_right(add(codes, fill_ints(64)), 7);
+        store_low_bytes(row.high + column, high);
+        store_low_bytes(row.low + column, sub(codes, shift_left(high, 7)));
+        sum = add(sum, codes);
+    }
+    *row.scale = bound / kMostCode + sum_lanes(poison);
+    *row.sum = *row.scale * static_cast<float>(sum_lanes(sum));
+}
+
+#endif
+
 template <class T>
 void widen_row(const Matrix& m, const T* x, float* row) {
     int64_t column = 0;
@@ -82,6 +115,10 @@ template <class T>
 void prepare(const Matrix& m, const T* x, uint8_t* row) {
     if (is_float(m)) {
         widen_row(m, x, reinterpret_cast<float*>(row));
+#ifdef USE_AMX
+    } else if (has_planes(m)) {
+        quantize_planes(m, x, row);
+#endif
     } else if (m.scales == Scales::kRow) {
         quantize_row<group_columns(Scales::kRow)>(m, x, row);
     } else if (m.scales == Scales::kFactors16) {

@@ -20,19 +20,33 @@ inline QuantizedRow quantized_row(const Matrix& m, uint8_t* row) {
     return {reinterpret_cast<int8_t*>(row), scales, starts, reinterpret_cast<float*>(starts + groups)};
 }
 
+// A row for a product with a tile unit: the codes are 128 * high + low, and all have one scale.
+struct PlanesRow {
+    int8_t *high, *low;  // [groups * columns of a group]
+    float* scale;
+    float* sum;  // of the dequantised activations; only for offsets
+};
+
+inline PlanesRow planes_row(const Matrix& m, uint8_t* row) {
+    auto* high = reinterpret_cast<int8_t*>(row);
+    int8_t* low = high + num_groups(m) * group_columns(m.scales);
+    auto* scale = reinterpret_cast<float*>(low + num_groups(m) * group_columns(m.scales));
+    return {high, low, scale, scale + 1};
+}
+
+// The sums of a row's dequantised activations, by group of weights.
+inline const float* activation_sums(const Matrix& m, const uint8_t* row) {
+    auto* memory = const_cast<uint8_t*>(row);
+    return has_planes(m) ? planes_row(m, memory).sum : quantized_row(m, memory).sums;
+}
+
 // The bytes from one prepared row to the next. The additional line keeps rows out of the same sets of a cache.
 inline int64_t prepared_row_bytes(const Matrix& m) {
+    if (has_planes(m)) return num_groups(m) * 2 * group_columns(m.scales) + 64;
     const int64_t sums = m.offsets != Offsets::kNone ? num_scales(m) * 4 : 0;
     const int64_t bytes = is_float(m) ? round_up(m.num_columns, kBf16Columns) * 4 : num_groups(m) * (group_columns(m.scales) + 8) + sums;
     return round_up(bytes, 64) + 64;
 }
-
-// Rows after the last that a product may read, whose values it does not use.
-#ifdef USE_AMX
-constexpr int64_t kRowsReadAhead = 15;
-#else
-constexpr int64_t kRowsReadAhead = 0;
-#endif
 
 // Whether products read the rows of activations where they are.
 bool reads_in_place(const Matrix& m);

@@ -27,45 +27,6 @@ struct TileCall {
 // Computes sums [rows, 32]: without `row_scales`, `row_offsets` and `bias`.
 using TileKernel = void (*)(const TileCall& call, float* sums);
 
-#ifdef USE_AMX
-
-// Rows of activations that a tile unit multiplies at once.
-constexpr int kBlockRows = 32;
-
-struct BlockCall {
-    const Matrix& matrix;
-    const uint8_t* tile;
-    const uint8_t* rows;
-    int64_t row_bytes;
-    int64_t num_rows;  // at most kBlockRows
-    // Memory that is needed soon: `next_bytes` for each of `block_steps`.
-    const uint8_t* next;
-    int64_t next_bytes;
-};
-
-// How often a block's kernel asks for memory.
-inline int64_t block_steps(const Matrix& m) {
-    return m.kind == Kind::kBfloat16 ? divide_up(m.num_columns, kBf16Columns) : num_groups(m);
-}
-
-// The products of a tile with a block of rows, as `TileKernel` computes them, in sums [kBlockRows, 32].
-using BlockKernel = void (*)(const BlockCall& call, float* sums);
-void multiply_bf16(const BlockCall& call, float* sums);
-void multiply_bytes(const BlockCall& call, float* sums);
-
-// Measured: with 64 rows of int8 or fewer vectors are as fast, as both wait for weights.
-constexpr int64_t kMinByteRows = 256;
-
-// The tile unit's kernel for so many rows; null: vectors are faster, or have to multiply all.
-inline BlockKernel block_kernel(const Matrix& m, int64_t num_rows) {
-    // Sums of bfloat16 have other bits than those of vectors, and must not depend on the number of rows.
-    if (m.kind == Kind::kBfloat16) return multiply_bf16;
-    const bool is_read_packed = m.kind == Kind::kInt8 && m.scales == Scales::kRow;
-    return is_read_packed && num_rows >= kMinByteRows ? multiply_bytes : nullptr;
-}
-
-#endif
-
 // A matrix's kernels for 1, 2, ... rows.
 struct TileKernels {
     const TileKernel* by_rows;

@@ -51,12 +51,14 @@ class Case:
     num_threads: int = 2
     seed: int = 0
 
-    @property
-    def activation_group(self) -> int:
-        """How many columns of the quantised activations share a scale."""
+    def activation_levels(self, isa: Isa) -> tuple[int, int]:
+        """How many columns of the quantised activations share a scale, and how many levels it has above zero."""
         if self.kind in BLOCK_TYPES:
-            return BLOCK_TYPES[self.kind].group_size
-        return 64 if self.group_size >= self.num_inputs else 32
+            return BLOCK_TYPES[self.kind].group_size, 127
+        if self.group_size < self.num_inputs or self.kind == MXFP4:
+            return 32, 127
+        is_in_planes = isa is Isa.AMX and self.kind == INT8
+        return (self.num_inputs, 127 * 128) if is_in_planes else (64, 127)
 
     def random(self, *shape: int, part: int) -> Tensor:
         return torch.randn(shape, generator=torch.Generator().manual_seed(100 * self.seed + part))
@@ -134,15 +136,16 @@ def cases() -> st.SearchStrategy[Case]:
     return st.sampled_from([*KINDS, *BLOCK_TYPES]).flatmap(of_kind)
 
 
-def error_bound(case: Case, x: Tensor, weight: Tensor, expected: Tensor) -> Tensor:
+def error_bound(case: Case, isa: Isa, x: Tensor, weight: Tensor, expected: Tensor) -> Tensor:
     """How far a product may be from the exact one."""
     # Sums in float32, with some slack for their order.
     bound = 1e-5 * (x.abs() @ weight.abs().T) + 1e-6
     if case.kind != FLOAT:
-        # An activation is rounded to one of 127 levels up to its group's largest, so by at most half a level.
-        padded = F.pad(x.abs(), (0, -x.shape[1] % case.activation_group))
-        groups = padded.view(len(x), padded.shape[1] // case.activation_group, case.activation_group)
-        levels = (groups.amax(-1) / 127).repeat_interleave(case.activation_group, dim=1)[:, : x.shape[1]]
+        # An activation is rounded to one of the levels up to its group's largest, so by at most half a level.
+        size, num_levels = case.activation_levels(isa)
+        padded = F.pad(x.abs(), (0, -x.shape[1] % size))
+        groups = padded.view(len(x), padded.shape[1] // size, size)
+        levels = (groups.amax(-1) / num_levels).repeat_interleave(size, dim=1)[:, : x.shape[1]]
         bound += 0.5001 * levels @ weight.abs().T
     if case.dtype == torch.bfloat16:
         # The result is rounded to 8 bits.
@@ -163,7 +166,7 @@ def test_a_product_is_within_its_rounding_of_the_exact_one(isa: Isa, case: Case)
     exact_x, exact_weight = x.double(), dense(weight, torch.float32).double()
     expected = F.linear(exact_x, exact_weight, None if bias is None else bias.double())
     assert (output.dtype, output.shape) == (case.dtype, expected.shape)
-    assert ((output.double() - expected).abs() <= error_bound(case, exact_x, exact_weight, expected)).all()
+    assert ((output.double() - expected).abs() <= error_bound(case, isa, exact_x, exact_weight, expected)).all()
 
 
 @every_isa
@@ -178,6 +181,21 @@ def test_a_rows_bits_depend_on_neither_its_batch_nor_the_threads(isa: Isa, kind:
         ops.use_threads(num_threads)
         assert torch.equal(kernel(x), expected)
         assert torch.equal(kernel(x[:7]), expected[:7])
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [FLOAT, INT8])
+def test_blocks_of_every_size_are_multiplied(isa: Isa, kind: str, dtype: torch.dtype) -> None:
+    # Neither rows nor columns fill a tile.
+    case = Case(kind, dtype, num_rows=70, num_inputs=95, num_outputs=70, group_size=4096, has_offsets=True)
+    x, weight, bias = case.x(), case.weight(), case.bias()
+    kernel = NativeOps(isa).prepare_linear(weight, bias, dtype)
+    exact_x, exact_weight = x.double(), dense(weight, torch.float32).double()
+    expected = F.linear(exact_x, exact_weight, None if bias is None else bias.double())
+    bound = error_bound(case, isa, exact_x, exact_weight, expected)
+    for num_rows in range(1, 71):
+        assert ((kernel(x[:num_rows]).double() - expected[:num_rows]).abs() <= bound[:num_rows]).all()
 
 
 @every_isa
@@ -198,6 +216,14 @@ def test_the_most_negative_codes_are_multiplied_exactly(isa: Isa) -> None:
     assert torch.equal(kernel(x.abs()), torch.full((3, 40), -128.0 * 127 * 64))
     assert torch.equal(kernel(-x.abs()), torch.full((3, 40), 128.0 * 127 * 64))
     assert torch.equal(kernel(x), torch.zeros(3, 40))
+
+
+@every_isa
+@pytest.mark.parametrize("num_columns", [2**17, 2**17 + 1])
+def test_sums_of_very_many_columns_do_not_overflow(isa: Isa, num_columns: int) -> None:
+    weight = IntMatrix(8, torch.full((1, num_columns), -128, dtype=torch.int8), torch.ones(1, 1), num_columns)
+    output = NativeOps(isa).prepare_linear(weight, None, torch.float32)(torch.ones(2, num_columns))
+    torch.testing.assert_close(output, torch.full((2, 1), -128.0 * num_columns))
 
 
 @every_isa
@@ -319,7 +345,7 @@ def test_columns_in_another_order_are_those_of_the_rows(num_bits: int, dtype: to
     # An embedding's rows have their columns in the matrix's own order.
     embedding, head = ops.prepare_tied(weight, dtype)
     torch.testing.assert_close(embedding(torch.tensor([3])), dense(weight, dtype)[3:4])
-    bound = error_bound(case, x.float(), dense(weight, torch.float32), torch.zeros(()))
+    bound = error_bound(case, available_isas()[-1], x.float(), dense(weight, torch.float32), torch.zeros(()))
     assert ((head(x) - x.float() @ dense(weight, torch.float32).T).abs() <= bound).all()
     with pytest.raises(ValueError, match=r"expected \[T, 96\]"):
         kernel(x[:, :95])
