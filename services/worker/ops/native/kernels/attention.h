@@ -28,6 +28,8 @@ constexpr int64_t kMaxDecodeRows = 32;
 // Rows of a piece, so that its state stays in the cache of a core.
 constexpr int64_t kMaxRows = 64;
 constexpr int64_t kMaxChunkRows = 192;
+// Rows of a chunk that are computed together, at most.
+constexpr int64_t kChunkBlock = 16;
 
 struct Piece {
     int32_t sequence;
@@ -107,7 +109,7 @@ struct Scratch {
     float* values;   // chunks only: [kTile, value_width]
     float* rows;     // chunks only: [kTile, key_width or value_width]
 
-    // The floats needed.
+    // The floats needed. Rows of a chunk are computed in blocks, which may end after the last of them.
     int64_t lay_out(float* memory, int64_t num_rows, int64_t head_dim, int64_t value_dim, bool is_chunk) {
         float* const start = memory;
         key_width = padded(head_dim), value_width = padded(value_dim);
@@ -117,9 +119,9 @@ struct Scratch {
             return taken;
         };
         query = take(num_rows * key_width);
-        sum = take(num_rows * value_width);
+        sum = take((num_rows + (is_chunk ? kChunkBlock - 1 : 0)) * value_width);
         highest = take(num_rows), totals = take(num_rows * kWidth), factors = take(num_rows);
-        scores = take((is_chunk ? 8 : num_rows) * kTile);
+        scores = take((is_chunk ? kChunkBlock : num_rows) * kTile);
         if (is_chunk) {
             keys = take(key_width * kTile), values = take(kTile * value_width);
             rows = take(kTile * std::max(key_width, value_width));

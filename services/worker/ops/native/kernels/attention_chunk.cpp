@@ -1,12 +1,21 @@
 // Attention of many query rows for each key: tiles of keys and values are converted once, the keys transposed, and
 // multiplied with blocks of rows (arXiv:2205.14135, algorithm 1).
 //
-// Where the processor multiplies pairs of bfloat16 fast, and queries and cache have no more precision, they stay bfloat16,
-// and the weights are rounded to it; sums are float32.
+// Where the processor multiplies pairs of bfloat16 fast, or has a tile unit, and queries and cache have no more precision,
+// they stay bfloat16, and the weights are rounded to it; sums are float32.
+#include <optional>
+
+#include "amx.h"
 #include "attention.h"
 
 namespace lockstep {
 namespace {
+
+#if defined(MULTIPLY_BF16) || defined(USE_AMX)
+constexpr bool kMultipliesBf16 = true;
+#else
+constexpr bool kMultipliesBf16 = false;
+#endif
 
 // Rows and vectors computed together; the accumulators fill the registers.
 constexpr int kRows = kWidth == 16 ? 6 : 4;
@@ -122,7 +131,7 @@ void read_tile(const T* cache, int64_t stride, const int64_t* heads, int64_t cou
     std::fill_n(rows + count * width, (kTile - count) * width, N());
 }
 
-#ifdef MULTIPLY_BF16
+#if defined(MULTIPLY_BF16) || defined(USE_AMX)
 // Writes [kTile / 2, width] words, each of two rows, from [kTile, width].
 void pair_rows(const bf16* rows, int64_t width, float* pairs) {
     for (int64_t j = 0; j < kTile; j += 2) {
@@ -131,6 +140,72 @@ void pair_rows(const bf16* rows, int64_t width, float* pairs) {
         }
     }
 }
+#endif
+
+#ifdef USE_AMX
+
+static_assert(kChunkBlock == amx::kRows && kColumns == 4);
+
+// A step of the tile unit: so many words of 4 bytes of each row.
+constexpr int64_t kStepWords = amx::kRowBytes / sizeof(float);
+
+amx::Shapes whole_tiles() {
+    amx::Shapes shapes;
+    for (int tile = 0; tile < 8; ++tile) shapes.set(tile, amx::kRows, amx::kRowBytes);
+    return shapes;
+}
+
+// Sums in tiles 0 to COLUMNS - 1: [kChunkBlock, COLUMNS vectors] += left @ right, as `multiply` with pairs of bfloat16.
+template <int COLUMNS>
+void multiply_tiles(const float* left, int64_t left_stride, const float* right, int64_t right_stride, int64_t steps) {
+    const int64_t left_bytes = left_stride * sizeof(float), right_bytes = right_stride * sizeof(float);
+    for (int64_t step = 0; step < steps; ++step) {
+        const float* from = right + step * kStepWords * right_stride;
+        amx::load<4>(left + step * kStepWords, left_bytes);
+        amx::load<6>(from, right_bytes);
+        amx::dot_bf16<0, 4, 6>();
+        if constexpr (COLUMNS == 4) {
+            amx::load<7>(from + kStepWords, right_bytes);
+            amx::dot_bf16<1, 4, 7>();
+            amx::load<6>(from + 2 * kStepWords, right_bytes);
+            amx::dot_bf16<2, 4, 6>();
+            amx::load<7>(from + 3 * kStepWords, right_bytes);
+            amx::dot_bf16<3, 4, 7>();
+        }
+    }
+}
+
+// Calls `body(tile)` for the tiles of sums.
+template <int COLUMNS, typename Body>
+void for_sums(Body body) {
+    body(std::integral_constant<int, 0>());
+    if constexpr (COLUMNS == 4) {
+        body(std::integral_constant<int, 1>());
+        body(std::integral_constant<int, 2>());
+        body(std::integral_constant<int, 3>());
+    }
+}
+
+// Scores [kChunkBlock, kTile] of rows from `row` on with a tile of keys, not yet multiplied by their scales.
+void score_block(const Scratch& scratch, int64_t row) {
+    const int64_t steps = padded(words<bf16>(scratch.key_width)) / kStepWords;
+    const float* query = scratch.query + row * scratch.key_width;
+    for_sums<4>([](auto tile) { amx::zero<tile>(); });
+    multiply_tiles<4>(query, scratch.key_width, scratch.keys, kTile, steps);
+    for_sums<4>([&](auto tile) { amx::store<tile>(scratch.scores + tile * kStepWords, kTile * sizeof(float)); });
+}
+
+// Adds a tile's values, weighted, to the sums of the block of rows from `row` on.
+void add_block(const Step& step, const Scratch& scratch, int64_t row) {
+    const int64_t width = scratch.value_width;
+    for_columns(step.value_dim, [&](int64_t column, auto columns) {
+        float* sums = scratch.sum + row * width + column;
+        for_sums<columns>([&](auto tile) { amx::load<tile>(sums + tile * kStepWords, width * sizeof(float)); });
+        multiply_tiles<columns>(scratch.scores, kTile, scratch.values + column, width, words<bf16>(kTile) / kStepWords);
+        for_sums<columns>([&](auto tile) { amx::store<tile>(sums + tile * kStepWords, width * sizeof(float)); });
+    });
+}
+
 #endif
 
 // Rows [first, end) of a piece that see keys of a tile.
@@ -160,11 +235,40 @@ class Chunk {
     void run() {
         begin(args_, piece_, 1.0f, scratch_);
         pack_query();
+#ifdef USE_AMX
+        std::optional<amx::Tiles> tiles;
+        if constexpr (kUsesTiles) {
+            pad_keys();
+            tiles.emplace(whole_tiles());
+        }
+#endif
         for (int64_t first = piece_.key_begin; first < piece_.key_end; first += kTile) {
             const int64_t count = std::min<int64_t>(kTile, piece_.key_end - first);
             read_keys_and_values(first, count);
-            const Rows rows = rows_that_see(piece_, first, count, step_.window);
-            int64_t row = rows.first;
+            attend_rows(rows_that_see(piece_, first, count, step_.window), first, count);
+        }
+        finish(args_, piece_, scratch_);
+    }
+
+  private:
+    static constexpr bool kHasScales = sizeof(T) == 1;
+#ifdef USE_AMX
+    static constexpr bool kUsesTiles = sizeof(N) == sizeof(bf16);
+#else
+    static constexpr bool kUsesTiles = false;
+#endif
+
+    void attend_rows(Rows rows, int64_t first, int64_t count) {
+        int64_t row = rows.first;
+#ifdef USE_AMX
+        if constexpr (kUsesTiles) {
+            for (; row < rows.end; row += kChunkBlock) {
+                attend_block(row, std::min(kChunkBlock, rows.end - row), first, count);
+            }
+            return;
+        }
+#endif
+        if constexpr (!kUsesTiles) {
             for (; row + kRows <= rows.end; row += kRows) {
                 attend<kRows>(row, first, count);
             }
@@ -175,10 +279,8 @@ class Chunk {
                 attend<1>(row, first, count);
             }
         }
-        finish(args_, piece_, scratch_);
     }
 
-  private:
     // In place: a packed row begins where the row begins.
     void pack_query() {
         if constexpr (sizeof(N) < sizeof(float)) {
@@ -187,6 +289,8 @@ class Chunk {
                 for (int64_t i = 0; i < scratch_.key_width; i += kWidth) {
                     store(reinterpret_cast<N*>(query) + i, load(query + i));
                 }
+                // A step of the tile unit may have more depth than a row does, and there is room for twice as much.
+                std::fill_n(reinterpret_cast<N*>(query) + scratch_.key_width, scratch_.key_width % 32, N());
             }
         }
     }
@@ -206,7 +310,7 @@ class Chunk {
         }
         read_tile(static_cast<const T*>(args_.value_cache), args_.value_stride(), heads, count, step_.value_dim, rows,
                   scratch_.value_width);
-#ifdef MULTIPLY_BF16
+#if defined(MULTIPLY_BF16) || defined(USE_AMX)
         if constexpr (sizeof(N) < sizeof(float)) {
             pair_rows(rows, scratch_.value_width, scratch_.values);
         }
@@ -221,16 +325,53 @@ class Chunk {
     void attend(int64_t row, int64_t first_key, int64_t count) {
         score_rows<N, ROWS>(step_, scratch_, row, count, key_scales_);
         for (int64_t r = 0; r < ROWS; ++r) {
-            const Range seen = seen_by(piece_, (row + r) / piece_.num_group_heads, step_.window);
-            float* scores = scratch_.scores + r * kTile;
-            const Range of_tile = {seen.begin - first_key, seen.end - first_key};
-            weigh(scores, count, of_tile, kHasScales ? value_scales_ : nullptr, scratch_.state(row + r),
-                  reinterpret_cast<N*>(scores));
+            weigh_row(row + r, scratch_.scores + r * kTile, first_key, count);
         }
         add_values<N, ROWS>(step_, scratch_, row, count);
     }
 
-    static constexpr bool kHasScales = sizeof(T) == 1;
+    void weigh_row(int64_t row, float* scores, int64_t first_key, int64_t count) {
+        const Range seen = seen_by(piece_, row / piece_.num_group_heads, step_.window);
+        const Range of_tile = {seen.begin - first_key, seen.end - first_key};
+        weigh(scores, count, of_tile, kHasScales ? value_scales_ : nullptr, scratch_.state(row),
+              reinterpret_cast<N*>(scores));
+    }
+
+#ifdef USE_AMX
+    // A step of the tile unit may have more depth than keys do.
+    void pad_keys() {
+        const int64_t depth = padded(words<bf16>(scratch_.key_width));
+        const int64_t written = (words<bf16>(step_.head_dim) + 3) / 4 * 4;
+        std::fill_n(scratch_.keys + written * kTile, (depth - written) * kTile, 0.0f);
+    }
+
+    // As `attend`, for up to kChunkBlock rows: the others of the block have weights of 0.
+    void attend_block(int64_t row, int64_t num_rows, int64_t first_key, int64_t count) {
+        score_block(scratch_, row);
+        for (int64_t r = 0; r < kChunkBlock; ++r) {
+            float* scores = scratch_.scores + r * kTile;
+            if (r < num_rows) {
+                for (int64_t j = 0; j < kTile; j += kWidth) {
+                    store(scores + j, mul(load(scores + j), load(key_scales_ + j)));
+                }
+                weigh_row(row + r, scores, first_key, count);
+                rescale(row + r);
+            }
+            const int64_t width = r < num_rows ? (count + kWidth - 1) / kWidth * kWidth : 0;
+            std::fill_n(reinterpret_cast<bf16*>(scores) + width, kTile - width, bf16{0});
+        }
+        add_block(step_, scratch_, row);
+    }
+
+    void rescale(int64_t row) {
+        const float factor = scratch_.factors[row];
+        if (factor == 1.0f) return;
+        float* sums = scratch_.sum + row * scratch_.value_width;
+        for (int64_t i = 0; i < scratch_.value_width; i += kWidth) {
+            store(sums + i, mul(load(sums + i), broadcast(factor)));
+        }
+    }
+#endif
 
     const AttentionArgs& args_;
     const Step& step_;
@@ -244,11 +385,11 @@ class Chunk {
 
 template <typename T>
 void attend_chunk(const AttentionArgs& args, const Piece& piece, float* memory) {
-#ifdef MULTIPLY_BF16
-    if (args.format == kBfloat16 && sizeof(T) <= sizeof(bf16)) {
-        return Chunk<bf16, T>(args, piece, memory).run();
+    if constexpr (kMultipliesBf16 && sizeof(T) <= sizeof(bf16)) {
+        if (args.format == kBfloat16) {
+            return Chunk<bf16, T>(args, piece, memory).run();
+        }
     }
-#endif
     Chunk<float, T>(args, piece, memory).run();
 }
 

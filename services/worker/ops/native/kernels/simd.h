@@ -86,6 +86,8 @@ inline void store_part(int8_t* to, Vec values, int64_t count) {
 inline Vec dot_pairs(Vec left, Vec right, Vec sum) {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(left), reinterpret_cast<__m512bh>(right));
 }
+#endif
+#if defined(MULTIPLY_BF16) || defined(USE_AMX)
 // Elements of two rows as pairs.
 inline Vec pair(const bf16* first, const bf16* second) {
     const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(first));
