@@ -25,7 +25,7 @@ from tests.support.system.scraping import get
 CANARY = "Zqxcanary7vjk"
 # What quotes it may cut it.
 PART = "canary7"
-Request = tokenizer_pb2.GenerateRequest
+Request, Score = tokenizer_pb2.GenerateRequest, tokenizer_pb2.ScoreRequest
 User = tokenizer_pb2.ROLE_USER
 
 BASES: dict[str, Callable[[], Message]] = {
@@ -33,6 +33,7 @@ BASES: dict[str, Callable[[], Message]] = {
     "SchedulerServiceGenerateRequest": lambda: scheduler_pb2.SchedulerServiceGenerateRequest(
         prompt_token_ids=[1, 2], sampling=greedy(max_tokens=3)
     ),
+    "ScoreRequest": lambda: Score(pairs={"queries": ["q"], "documents": ["d"]}),
     "ChatMessage": lambda: tokenizer_pb2.ChatMessage(role=User, content="x"),
     "Chat": tokenizer_pb2.Chat,
     "Tool": lambda: tokenizer_pb2.Tool(name="tool"),
@@ -108,6 +109,13 @@ TEMPLATE = """\
 <|im_start|>{{ message.role }} {{ message.content }}<|im_end|>
 {%- endfor %}"""
 
+# The same for documents.
+SCORE_TEMPLATE = """\
+{%- for message in messages %}
+{%- if 'fail' in message.content %}{{ raise_exception('document: ' ~ message.content) }}{% endif -%}
+{{ message.content }}
+{%- endfor %}"""
+
 
 @pytest.fixture(scope="module")
 def watched(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
@@ -119,6 +127,9 @@ def watched(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     (directory / "chat_template.jinja").unlink()
     (directory / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     flags = [f"--{role}.manage-listen=127.0.0.1:0" for role in ROLES]
+    score_template = directory.parent / "scores.jinja"
+    score_template.write_text(SCORE_TEMPLATE, encoding="utf-8")
+    flags += [f"--tokenizer.score-template={score_template}", "--tokenizer.score-labels=y,n"]
     with start_cell(directory, "--log-level=debug", *flags) as cell:
         yield cell
 
@@ -168,13 +179,15 @@ async def send_each(client: Client, requests: dict[str, Message]) -> dict[str, s
     for name, request in requests.items():
         if isinstance(request, scheduler_pb2.SchedulerServiceGenerateRequest):
             errors[name] = await error_of(client.scheduler.Generate(request))
+        elif isinstance(request, Score):
+            errors[name] = await unary_error_of(client.tokenizer.Score(request))
         else:
             errors[name] = await error_of(client.tokenizer.Generate(request))
     return errors
 
 
 async def test_no_text_field_of_a_request_shows_anywhere(watched: Cell) -> None:
-    descriptors = [Request.DESCRIPTOR, scheduler_pb2.SchedulerServiceGenerateRequest.DESCRIPTOR]
+    descriptors = [Request.DESCRIPTOR, Score.DESCRIPTOR, scheduler_pb2.SchedulerServiceGenerateRequest.DESCRIPTOR]
     requests = {
         f"{descriptor.name}.{path}": request
         for descriptor in descriptors
@@ -191,8 +204,12 @@ async def test_no_text_field_of_a_request_shows_anywhere(watched: Cell) -> None:
             errors[name] = await error_of(stub.Generate(Request(chat=chat, sampling=greedy(max_tokens=3))))
             request = tokenizer_pb2.RenderChatRequest(chat=chat)
             errors[f"render {name}"] = await unary_error_of(stub.RenderChat(request))
+        pairs = tokenizer_pb2.ScorePairs(queries=[CANARY], documents=[f"fail {CANARY}"])
+        errors["a failing document"] = await unary_error_of(stub.Score(Score(pairs=pairs)))
     assert "" in errors.values(), "every request was refused"
     assert errors["fail"], "the template did not fail"
+    assert "pairs.documents" in errors["a failing document"]
+    assert errors["ScoreRequest.pairs.documents"] == ""
     await check_silence(watched, errors)
 
 
