@@ -135,14 +135,12 @@ class RecipeFinder:
         template = self._tokenizer.templates.get("default")
         if template is None:
             raise _NoRecipeError("the model's directory has a LogitScore, and no chat template to make prompts by")
-        own = read_json_if_any(self._model_dir, SENTENCE_MODEL_CONFIG)
-        prompts, name = own.get("prompts") or {}, own.get("default_prompt_name")
         variables = _template_variables(self._model_dir)
         return self._try(
             "sentence-transformers",
             template,
             labels,
-            instruction=str(prompts.get(name, "")) if isinstance(prompts, dict) else "",
+            instruction=_default_prompt(self._model_dir),
             opens_turn=bool(variables.pop("add_generation_prompt", False)),
             variables={key: value for key, value in variables.items() if key not in _NOT_VARIABLES},
         )
@@ -267,6 +265,13 @@ def _read_modules(model_dir: Path) -> list[dict[str, Any]]:
 
 def _kind(module: Mapping[str, Any]) -> str:
     return str(module.get("type")).rpartition(".")[2]
+
+
+def _default_prompt(model_dir: Path) -> str:
+    config = read_json_if_any(model_dir, SENTENCE_MODEL_CONFIG)
+    prompts, name = config.get("prompts"), config.get("default_prompt_name")
+    prompt = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
+    return prompt if isinstance(prompt, str) else ""
 
 
 def _template_variables(model_dir: Path) -> dict[str, Any]:

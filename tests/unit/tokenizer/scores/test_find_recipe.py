@@ -93,8 +93,19 @@ def test_files_of_sentence_transformers_are_the_recipe(directory: Path) -> None:
     assert not model.prompts.has_chat_template
 
 
-def test_without_a_prompt_of_the_files_the_template_has_its_own(directory: Path) -> None:
-    write_reranker_files(directory, {"true_token_id": 70, "false_token_id": 71})
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"prompts": {"web": "Search"}},
+        {"prompts": {"web": "Search"}, "default_prompt_name": "code"},
+        {"prompts": {"web": None}, "default_prompt_name": "web"},
+        {"prompts": ["Search"], "default_prompt_name": 0},
+        {"prompts": {"web": "Search"}, "default_prompt_name": ["web"]},
+    ],
+)
+def test_without_a_prompt_of_the_files_the_template_has_its_own(directory: Path, config: dict[str, Any]) -> None:
+    write_reranker_files(directory, {"true_token_id": 70, "false_token_id": 71}, config=config)
     recipe = load(directory).scores.recipe
     assert recipe is not None
     assert "<Instruct>: By default\n" in rendered(recipe.pair("q", "d"))
