@@ -25,10 +25,12 @@ from tests.support.cells.cell import FLOAT32, REFERENCE, Cell, start_cell
 from tests.support.clients.gateway import start_gateway
 from tests.support.clients.real_clients import ClientProcess, start_client
 from tests.support.models.log_likelihoods import LogLikelihoods
+from tests.support.models.small_models import build_small_model, write_small_model
 from tests.support.models.tool_caller import write_tool_caller
 from tests.support.system.ports import free_port
 from tests.support.system.processes import ROOT, module_environment
 from tests.support.tokenizer.messages import any_responses, make_facts
+from tests.support.tokenizer.rerankers import add_labels
 
 MODEL, OTHER_NAME = "smollm2", "gpt-4o"
 
@@ -102,6 +104,16 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     directory = write_tool_caller(tmp_path_factory.mktemp("agents"), num_layers=1, context_length=65_536)
     (directory / CHAT_TEMPLATE).write_text(_NAMES_TEMPLATE, encoding="utf-8")
     with _start_http_cell(directory) as (_, facts):
+        yield facts
+
+
+@pytest.fixture(scope="session")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A cell of a random model in the shape of Qwen3-Reranker, which is known by its name."""
+    model = build_small_model("Qwen3ForCausalLM", "plain")
+    directory = write_small_model(model, tmp_path_factory.mktemp("models") / "Qwen3-Reranker-0.6B")
+    add_labels(directory)
+    with _start_http_cell(directory, REFERENCE) as (_, facts):
         yield facts
 
 

@@ -239,3 +239,21 @@ def check_a_timeout_ends_a_request(cell: Any) -> None:
     for provider in PROVIDERS:
         error_of(litellm.Timeout, partial(litellm.completion, **request(cell, provider, timeout=1, **ENDLESS)))
         wait_until_running(cell, 0)
+
+
+def check_documents_are_ranked(reranker: Any) -> None:
+    documents = ["the fox", "x", "the dog"]
+    ranks = []
+    for provider, path in (("hosted_vllm", ""), ("cohere", "/v2/rerank"), ("jina_ai", "/v1/rerank")):
+        answer = litellm.rerank(
+            model=f"{provider}/{reranker.model}",
+            query="Which animal is quick?",
+            documents=documents,
+            top_n=2,
+            api_base=reranker.url + path,
+            api_key="none",
+        )
+        ranks.append([(each["index"], each["relevance_score"]) for each in answer.results])
+        assert [each["document"]["text"] for each in answer.results] == [documents[index] for index, _ in ranks[-1]]
+    assert ranks[0] == ranks[1] == ranks[2]
+    assert ranks[0][0][1] >= ranks[0][1][1]
