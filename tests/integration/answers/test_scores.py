@@ -210,15 +210,17 @@ async def test_files_of_sentence_transformers_are_followed(reranker: Reranker, t
         assert list(response.label_token_ids) == [yes, no]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--scheduler.max-num-batched-tokens=48", "--scheduler.max-num-seqs=8"),
-        ("--scheduler.no-enable-prefix-caching",),
-        ("--scheduler.max-num-seqs=2",),
+        pytest.param(
+            ("--scheduler.max-num-batched-tokens=48", "--scheduler.max-num-seqs=8"),
+            id="chunked",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(("--scheduler.no-enable-prefix-caching",), id="uncached", marks=pytest.mark.proof),
+        pytest.param(("--scheduler.max-num-seqs=2",), id="few at once", marks=pytest.mark.proof),
     ],
-    ids=["chunked", "uncached", "few at once"],
 )
 async def test_how_a_cell_computes_changes_no_bit(cell: Cell, reranker: Reranker, flags: tuple[str, ...]) -> None:
     exact = request_for(determinism="DETERMINISM_EXACT")
