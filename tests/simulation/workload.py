@@ -381,7 +381,7 @@ class Workload:
         completions = [_complete(prompt, seed, max_tokens, choice, grammar) for choice in range(n)]
         for completion in completions:
             # Including the tokens after a stop, since drafts continue there.
-            self._oracle.learn(prompt, completion)
+            self._oracle.learn_answer(prompt, completion)
         params = self._draw_params(completions[0], seed, grammar, may_end_early=not is_long)
         text_stop_token = completions[0][rng.randrange(max_tokens)] if self._strikes(Fault.TEXT_STOP) else None
         by_cell = [_expect(completion, params, None) for completion in completions]

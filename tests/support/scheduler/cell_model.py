@@ -223,7 +223,7 @@ class Oracle(LookupProposer):
     def __init__(self) -> None:
         self._next: dict[tuple[int, int], int] = {}
 
-    def learn(self, prompt: list[int], completion: list[int]) -> None:
+    def learn_answer(self, prompt: list[int], completion: list[int]) -> None:
         """Learn the answer of a request."""
         tokens = [*prompt, *completion]
         for position in range(len(prompt) - 1, len(tokens) - 1):

@@ -329,7 +329,7 @@ class EngineDriver:
         """Submit one request; `params` as in SamplingParams, with at most 8 tokens by default."""
         sampling = SamplingParams(**{"max_tokens": 8, "ignore_eos": True, **params})  # type: ignore[arg-type]
         if self._num_draft_tokens:
-            self.oracle.learn(prompt, expected_completion(prompt, sampling.seed, sampling.max_tokens))
+            self.oracle.learn_answer(prompt, expected_completion(prompt, sampling.seed, sampling.max_tokens))
         submission = Submission(
             RequestHandle(handle),
             request_id or f"{client}-{handle}",

@@ -76,7 +76,7 @@ def test_a_failed_grammar_keeps_the_tokens_before_the_failure(num_draft_tokens: 
     driver = EngineDriver(num_draft_tokens=num_draft_tokens)
     options = SamplingOptions(grammar=str(fails_after), num_logprobs=1)
     completion = expected_completion(PROMPT, 0, 20, grammar=HashGrammar(options.grammar))
-    driver.oracle.learn(PROMPT, completion)
+    driver.oracle.learn_answer(PROMPT, completion)
     driver.submit(1, PROMPT, max_tokens=20, options=options, ignore_eos=True)
     driver.run()
     error = end_of(driver, 1).error
@@ -103,7 +103,7 @@ def test_drafts_and_accepted_drafts_are_counted() -> None:
     completion = expected_completion(PROMPT, 0, 11)
     driver.submit(1, PROMPT, max_tokens=11)
     # The second of the first four is wrong.
-    driver.oracle.learn([*PROMPT, *completion[:2]], [completion[2] + 1])
+    driver.oracle.learn_answer([*PROMPT, *completion[:2]], [completion[2] + 1])
     driver.run()
     counters = driver.engine.state().counters
     assert driver.choices[1, 1].tokens == completion

@@ -74,7 +74,12 @@ def check(name: str, root: dict[str, Any], seed: int, *, has_markup: bool) -> No
 def pairs_of(text: str, begin: int = 0) -> Pairs:
     """The names and values of the object that begins there, in its order; a name may be written twice."""
     objects = list[Pairs]()
-    json.JSONDecoder(object_pairs_hook=lambda pairs: objects.append(pairs) or dict(pairs)).raw_decode(text, begin)
+
+    def note(pairs: Pairs) -> dict[str, Any]:
+        objects.append(pairs)
+        return dict(pairs)
+
+    json.JSONDecoder(object_pairs_hook=note).raw_decode(text, begin)
     return objects[-1]
 
 
