@@ -130,8 +130,8 @@ test-clients: $(INSTALLED) $(STUBS) $(KERNELS) $(FLOAT32_READY) $(CLIENTS) ## ru
 	@mkdir -p $@
 	-@cd $@ && { command -v etcd >/dev/null || { apt-get download -qq etcd-server && dpkg -x etcd-server_*.deb . ; }; }
 
-test-cluster: $(INSTALLED) $(STUBS) $(HELM) .cache/etcd ## upgrade the chart on a real API server: etcd and kube-apiserver in KUBERNETES_BIN
-	@$(PYTEST) tests/cluster -rs --durations=12
+test-cluster: $(INSTALLED) $(STUBS) $(HELM) $(MODEL_READY) .cache/etcd ## run the chart on a real API server and a real kubelet, of the folder KUBERNETES_BIN
+	@TORCH_ARGS="$(TORCH_ARGS)" $(PYTEST) tests/cluster -rs --durations=12
 
 test-writers: $(INSTALLED) $(STUBS) $(WRITERS) ## import what the programs that write checkpoints write today, each in an environment of its own
 	@$(PYTEST) $(IN_PARALLEL) tests/writers -m writers --durations=12

@@ -1,7 +1,7 @@
 """A control plane of real processes on loopback: etcd, and an API server that checks, defaults and stores objects.
 
-Nothing schedules or runs pods. The binaries are those of `KUBERNETES_BIN`, one or several folders, else of the PATH;
-etcd's may also be Debian's, which `make test-cluster` unpacks.
+Nothing here schedules or runs pods: see `node`. The binaries are those of `KUBERNETES_BIN`, one or several folders,
+else of the PATH; etcd's may also be Debian's, which `make test-cluster` unpacks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
@@ -57,7 +58,7 @@ def run_etcd(folder: Path) -> Iterator[str]:
         "initial-cluster": f"default={peers}",
         "log-level": "error",
     }
-    with _running("etcd", flags, folder) as process:
+    with running("etcd", flags, folder) as process:
         _wait_for(f"{clients}/health", process)
         yield clients
 
@@ -89,20 +90,21 @@ class ApiServer:
 
 
 @contextmanager
-def run_api_server(folder: Path) -> Iterator[ApiServer]:
-    """Run an API server with an etcd of its own."""
+def run_api_server(folder: Path, **more: object) -> Iterator[ApiServer]:
+    """Run an API server with an etcd of its own, with more flags or others; `_` in a name is `-`."""
     with run_etcd(folder) as etcd:
-        port = free_port()
+        given = {name.replace("_", "-"): value for name, value in more.items()}
+        flags = {**api_server_flags(folder, etcd, free_port()), **given}
         (folder / "tokens.csv").write_text(f'{_TOKEN},operator,1,"system:masters"\n', encoding="utf-8")
         key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
         private = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
         (folder / "account.key").write_bytes(private)
-        with _running("kube-apiserver", api_server_flags(folder, etcd, port), folder) as process:
-            server = ApiServer(f"https://127.0.0.1:{port}", folder)
-            _wait_for(f"https://127.0.0.1:{port}/readyz", process)
-            yield server
+        with running("kube-apiserver", flags, folder) as process:
+            url = f"https://{flags['bind-address']}:{flags['secure-port']}"
+            _wait_for(f"{url}/readyz", process)
+            yield ApiServer(url, folder)
 
 
 def api_server_flags(folder: Path, etcd: str, port: int) -> Mapping[str, object]:
@@ -127,16 +129,22 @@ def api_server_flags(folder: Path, etcd: str, port: int) -> Mapping[str, object]
 
 
 @contextmanager
-def _running(name: str, flags: Mapping[str, object], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def running(
+    name: str, flags: Mapping[str, object], folder: Path, prefix: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program, whose command may have a prefix, with its log in a folder; it is killed at the end."""
     binary = find_binary(name)
     assert binary is not None, missing_binaries(name)
-    command: Sequence[str] = [str(binary), *(f"--{flag}={value}" for flag, value in flags.items())]
+    command = [*prefix, str(binary), *(f"--{flag}={value}" for flag, value in flags.items())]
     log = folder / f"{name}.log"
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output, cwd=folder) as process:
         try:
             yield process
         finally:
-            process.kill()
+            # A prefix is a program that ends with its child, which nobody else would wait for.
+            with suppress(psutil.NoSuchProcess):
+                for each in psutil.Process(process.pid).children() if prefix else [process]:
+                    each.kill()
 
 
 def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
