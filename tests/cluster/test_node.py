@@ -19,6 +19,8 @@ from tests.support.kubernetes.release import NAMESPACE, Release, cell_values
 from tests.support.system.polling import poll_until
 
 MISSING = "; ".join(filter(None, [why_no_node(), why_no_images()]))
+# The first test also waits for the images.
+pytestmark = pytest.mark.timeout(7200)
 needs_node = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 needs_policies = pytest.mark.skipif(not enforces_policies(), reason="KUBERNETES_CNI names no plugin for NetworkPolicy")
 

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from tests.support.system.patience import PATIENCE_S
 from tests.support.system.ports import free_port
-from tests.support.system.processes import ROOT
+from tests.support.system.processes import ROOT, program_command
 
 _TOKEN = "token-of-the-operator"
 _DEBIAN = ROOT / ".cache" / "etcd" / "usr" / "bin"
@@ -135,7 +135,7 @@ def running(
     """Run a program, whose command may have a prefix, with its log in a folder; it is killed at the end."""
     binary = find_binary(name)
     assert binary is not None, missing_binaries(name)
-    command = [*prefix, str(binary), *(f"--{flag}={value}" for flag, value in flags.items())]
+    command = program_command(*prefix, str(binary), *(f"--{flag}={value}" for flag, value in flags.items()))
     log = folder / f"{name}.log"
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output, cwd=folder) as process:
         try:
@@ -143,7 +143,7 @@ def running(
         finally:
             # A prefix is a program that ends with its child, which nobody else would wait for.
             with suppress(psutil.NoSuchProcess):
-                for each in psutil.Process(process.pid).children() if prefix else [process]:
+                for each in (psutil.Process(process.pid).children() if prefix else []) or [process]:
                     each.kill()
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.kubernetes.control_plane import missing_binaries
+from tests.support.kubernetes.control_plane import find_binary, missing_binaries
 from tests.support.system.patience import PATIENCE_S
+from tests.support.system.processes import program_command
 
 ADDRESS, DNS_ADDRESS = "10.96.0.1", "10.96.0.10"
 """The node's address, where the API server is also as a Service, and that of the DNS server."""
@@ -91,7 +92,8 @@ def own_machine(folder: Path) -> Iterator[Sequence[str]]:
     What this thread starts is also in its network. At the end all processes of the machine are killed.
     """
     outside = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-    process = subprocess.Popen([*_NAMESPACES, "sh", "-c", _BEGIN, "sh", str(folder)])
+    command = [*_NAMESPACES[1:], "sh", "-c", _BEGIN, "sh", str(folder)]
+    process = subprocess.Popen(program_command(str(find_binary("unshare")), *command))
     try:
         wait_until(lambda: process.poll() is not None or (folder / "is-ready").exists(), "a machine")
         assert process.poll() is None, "the machine has ended"
@@ -99,7 +101,7 @@ def own_machine(folder: Path) -> Iterator[Sequence[str]]:
         inside = os.open(f"/proc/{init.pid}/ns/net", os.O_RDONLY)
         _enter_network(inside)
         os.close(inside)
-        yield ("nsenter", f"--target={init.pid}", "--net", "--mount", "--pid", "--")
+        yield (str(find_binary("nsenter")), f"--target={init.pid}", "--net", "--mount", "--pid", "--")
     finally:
         _enter_network(outside)
         os.close(outside)
