@@ -91,10 +91,11 @@ def _archive(name: str) -> Path:
 
 
 def _buildah(command: str, *args: str, text: str = "") -> str:
+    """Run buildah, which may leave mounts and notes of them: they end with it."""
     driver = "vfs" if snapshotter(_CACHE) == "native" else "overlay"
-    places = [f"--root={_CACHE / 'storage'}", f"--runroot={_CACHE / 'run'}", f"--storage-driver={driver}"]
-    result = subprocess.run(
-        ["buildah", *places, command, *args], input=text, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, f"{shlex.join(['buildah', command, *args])}\n{result.stderr}"
+    with tempfile.TemporaryDirectory() as notes:
+        places = [f"--root={_CACHE / 'storage'}", f"--runroot={notes}", f"--storage-driver={driver}"]
+        whole = ["unshare", "--mount", "buildah", *places, command, *args]
+        result = subprocess.run(whole, input=text, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"{shlex.join([command, *args])}\n{result.stderr}"
     return result.stdout
