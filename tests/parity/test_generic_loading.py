@@ -183,8 +183,11 @@ def test_families_of_ours_run_both_ways_alike(
     )
     assert (ours.model.implementation, theirs.model.implementation) == ("lockstep", "transformers")
     way = Way(chunk_size=16, is_mixed=True)
+    # Activations are rounded, for AMX to 15 bits: what differs in its last bit may be rounded to the other side.
+    tolerance = 1e-5 if quantization is None else 1e-3
     for one, other in zip(*(generate(each, PROMPTS, NUM_TOKENS, way) for each in (ours, theirs)), strict=True):
         assert one.completion == other.completion
-        torch.testing.assert_close(other.logits, one.logits, rtol=0, atol=1e-5 * float(one.logits.abs().max()))
+        largest = float(one.logits.abs().max())
+        torch.testing.assert_close(other.logits, one.logits, rtol=0, atol=tolerance * largest)
         if quantization is None:
             assert wrong_tokens(small.theirs, other.prompt, other.completion) == []
