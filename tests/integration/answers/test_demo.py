@@ -13,19 +13,18 @@ from tests.support.system.processes import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
-NUM_ANSWERS = 5
+GREETINGS = ("Say hi to me", "Hello", "Hi there!")
 MAX_TOKENS = 256
 
 
-def test_a_greeting_gets_an_answer_with_an_end_each_time(real_model: Path) -> None:
+def test_a_greeting_gets_an_answer_with_an_end(real_model: Path) -> None:
     found = re.search(r"--override-generation-config='(.*)'", (ROOT / "Makefile").read_text(encoding="utf-8"))
     assert found is not None
-    message = tokenizer_pb2.ChatMessage(role=tokenizer_pb2.ROLE_USER, content="Say hi to me")
     with start_cell(real_model, f"--override-generation-config={found[1]}") as cell, cell.stub() as stub:
-        for seed in range(NUM_ANSWERS):
+        for greeting in GREETINGS:
+            message = tokenizer_pb2.ChatMessage(role=tokenizer_pb2.ROLE_USER, content=greeting)
             request = tokenizer_pb2.GenerateRequest(
-                chat=tokenizer_pb2.Chat(messages=[message]),
-                sampling=common_pb2.SamplingParams(seed=seed, max_tokens=MAX_TOKENS),
+                chat=tokenizer_pb2.Chat(messages=[message]), sampling=common_pb2.SamplingParams(max_tokens=MAX_TOKENS)
             )
             [choice] = stub.Complete(tokenizer_pb2.CompleteRequest(request=request)).choices
             assert choice.finish.reason == common_pb2.FINISH_REASON_EOS, choice.text
