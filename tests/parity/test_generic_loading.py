@@ -111,7 +111,7 @@ def test_without_transformers_the_error_names_the_extra(tmp_path: Path, monkeypa
         lambda: plan_model(directory, ops, torch.float32),
         lambda: load_model(directory, ops, torch.float32, lambda _: None),
     ):
-        with pytest.raises(ModelDirectoryError, match=r"pip install 'lockstep-llm\[worker-transformers\]'"):
+        with pytest.raises(ModelDirectoryError, match=r"pip install '\.\[worker-transformers\]'"):
             read()
 
 

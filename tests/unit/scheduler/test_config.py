@@ -40,7 +40,8 @@ def test_a_bad_setting_is_named(flag: str, value: str, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("flag", "way_out"), [("--listen", "or --insecure-bind"), ("--cell-listen", "or --insecure-cell-bind")]
+    ("flag", "way_out"),
+    [("--listen", "--insecure-bind=0.0.0.0:1"), ("--cell-listen", "--insecure-cell-bind=0.0.0.0:1")],
 )
 def test_a_port_that_others_may_reach_needs_tls_or_its_own_way_out(
     flag: str, way_out: str, capsys: pytest.CaptureFixture[str]
