@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -96,6 +97,17 @@ def reference(tools_model: Path) -> Iterator[dict[str, Any]]:
     """The same on `reference`."""
     with _start_http_cell(tools_model, REFERENCE, *FLOAT32) as (_, facts):
         yield facts | {"model_dir": str(tools_model)}
+
+
+@pytest.fixture(scope="session")
+def demo(real_model: Path) -> Iterator[dict[str, Any]]:
+    """A cell as `make run` starts it: the real model's own chat template takes no tools."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    found = re.search(r"--override-generation-config='(.*)'", makefile)
+    assert found
+    flags = ("--generic-tools", f"--override-generation-config={found[1]}")
+    with _start_http_cell(real_model, *flags) as (_, facts):
+        yield facts
 
 
 @pytest.fixture(scope="session")
