@@ -13,9 +13,10 @@ from pydantic_settings import CliPositionalArg
 
 from services.cli.processes.preflight import check_model_dir
 from services.cli.processes.service_flags import ROLE_TO_FLAGS
-from shared.config import MAX_MODEL_LEN_DESCRIPTION, DraftProposerName, MaxModelLen, ServiceSettings
+from shared.config import ServiceSettings
 from shared.model_files.implementations import MODEL_IMPL_DESCRIPTION, WantedImplementation
 from shared.model_files.model_dir import CONFIG, display_name
+from shared.setting_types import MAX_MODEL_LEN_DESCRIPTION, DraftProposerName, MaxModelLen
 
 RANK_FLAGS = frozenset(
     {

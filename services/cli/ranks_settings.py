@@ -10,9 +10,10 @@ from pydantic_settings import SettingsConfigDict
 
 from services.cli.launcher_settings import RANK_FLAGS, LauncherSettings, render_flags, split_flags
 from services.cli.processes.rank_plan import RankDomain
-from shared.config import Address, ListenAddress, ProcessSettings
+from shared.config import ProcessSettings
 from shared.network.addresses import check_host, is_on_every_interface, split_address
 from shared.network.tls import Role
+from shared.setting_types import Address, ListenAddress
 
 _RESERVED_FLAGS = {"worker": RANK_FLAGS | {"manage-listen", "tls-cert", "tls-key", "tls-ca", "trust-domain"}}
 _LAST_PORT = 65535

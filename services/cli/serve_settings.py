@@ -13,10 +13,11 @@ from pydantic_settings import CliPositionalArg, SettingsConfigDict
 from services.cli.clients.request_flags import DEFAULT_TARGET
 from services.cli.launcher_settings import RANK_FLAGS, LauncherSettings, render_flags, split_flags
 from services.cli.processes.service_command import Listener
-from shared.config import Addresses, HttpPortSettings, JsonObjectText, ListenAddress, LocalAddress
+from shared.config import HttpPortSettings
 from shared.network.addresses import split_address
 from shared.network.rpc import Peer, make_peer
 from shared.network.tls import Role
+from shared.setting_types import Addresses, JsonObjectText, ListenAddress, LocalAddress
 from shared.tenants.client_keys import check_key
 
 GENERATION_KEYS = frozenset(

@@ -11,8 +11,9 @@ from services.scheduler.core.admission import AdmissionPolicy
 from services.scheduler.core.policy import CacheSettings, RetractionPolicy, SchedulerPolicy
 from services.scheduler.core.queue.waiting_queue import QueuePolicy
 from services.scheduler.discovery.settings import MembershipSettings
-from shared.config import Address, ClientPortSettings, ListenAddress, ProcessSettings, load_settings
+from shared.config import ClientPortSettings, ProcessSettings, load_settings
 from shared.network.tls import Role
+from shared.setting_types import Address, ListenAddress
 
 # Take what the workers propose.
 Auto = Literal["auto"]

@@ -11,18 +11,11 @@ from pydantic import AfterValidator, Field, FilePath, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from services.tokenizer.scores.known_recipes import KNOWN_RECIPES
-from shared.config import (
-    Addresses,
-    HttpPortSettings,
-    ListenAddress,
-    Names,
-    ProcessSettings,
-    SchedulerLossSettings,
-    load_settings,
-)
+from shared.config import HttpPortSettings, ProcessSettings, SchedulerLossSettings, load_settings
 from shared.model_files.model_dir import display_name
 from shared.network.tls import Role
 from shared.release import install_advice
+from shared.setting_types import Addresses, ListenAddress, Names
 
 
 def check_otlp_endpoint(endpoint: str) -> str:

@@ -12,22 +12,21 @@ from pydantic_settings import CliSuppress, NoDecode, SettingsConfigDict
 
 from services.worker.device import DeviceError, DeviceRequest, check_device
 from services.worker.layout import RankLayout
-from shared.config import (
-    MAX_MODEL_LEN_DESCRIPTION,
-    Address,
-    DraftProposerName,
-    ListenAddress,
-    MaxModelLen,
-    ProcessSettings,
-    load_settings,
-    split_list,
-)
+from shared.config import ProcessSettings, load_settings
 from shared.model_files.implementations import MODEL_IMPL_DESCRIPTION, WantedImplementation
 from shared.model_files.model_dir import ModelDirectoryError, refuse_pointer, weight_paths
 from shared.model_files.packed_files import PackedCache
 from shared.network.addresses import is_any_host, split_address
 from shared.network.tls import Role
 from shared.request.limits import MAX_DRAFT_TOKENS
+from shared.setting_types import (
+    MAX_MODEL_LEN_DESCRIPTION,
+    Address,
+    DraftProposerName,
+    ListenAddress,
+    MaxModelLen,
+    split_list,
+)
 
 # `1,2,4` on the command line and in the environment.
 BatchSizes = Annotated[tuple[PositiveInt, ...], NoDecode, BeforeValidator(split_list), Len(1)]

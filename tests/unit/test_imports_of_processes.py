@@ -30,7 +30,7 @@ SERVICE = SETTINGS | {"numpy", "prometheus_client"}
 # Code, the most modules, and what of the heavy ones is among them.
 PROCESSES: dict[str, tuple[str, int, Set[str]]] = {
     "lockstep --help": ("from services.cli.commands import run; run(['--help'])", 250, {"asyncio"}),
-    "lockstep serve": ("import services.cli.serve", 500, SETTINGS),
+    "lockstep serve": ("import services.cli.serve", 510, SETTINGS),
     "lockstep ranks": ("import services.cli.ranks", 525, SETTINGS | {"prometheus_client"}),
     "lockstep generate": ("import services.cli.clients.generate", 315, CLIENT),
     "lockstep rerank": ("import services.cli.clients.rerank", 315, CLIENT),

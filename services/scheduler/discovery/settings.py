@@ -10,9 +10,10 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, model_validator
 
 from services.scheduler.core.policy import CellTopology
-from shared.config import Addresses, ServiceSettings
+from shared.config import ServiceSettings
 from shared.file_state import read_regular_file
 from shared.network.addresses import LOOPBACK_HOSTS, check_host_and_port
+from shared.setting_types import Addresses
 
 # The value of a label. Source: Kubernetes, Labels and Selectors, "Syntax and character set".
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")

@@ -11,16 +11,10 @@ import pytest
 from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from shared.config import (
-    ListenAddress,
-    ServiceSettings,
-    check_local_address,
-    check_trust_domain,
-    load_settings,
-    log_settings,
-)
+from shared.config import ServiceSettings, load_settings, log_settings
 from shared.network.tls import Role
 from shared.process.logging import TextFormatter
+from shared.setting_types import ListenAddress, check_local_address, check_trust_domain
 from tests.support.cells.certificates import Authority, write_files
 from tests.support.system.processes import module_environment
 
