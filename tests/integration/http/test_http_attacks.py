@@ -91,7 +91,8 @@ async def send_all(attacked: Attacked, bodies: list[bytes]) -> None:
         async with semaphore:
             answer = await ask(attacked, body)
         assert 400 <= answer.status < 500
-        assert SECRET not in answer.error["message"]
+        # A model that is not served is named, to its client alone.
+        assert SECRET not in answer.error["message"] or answer.error["code"] == "model_not_found"
 
     await asyncio.gather(*map(send, bodies))
 
