@@ -83,7 +83,7 @@ class SplitCell:
 def run_split_cell(model_dir: Path, *flags: str) -> Iterator[SplitCell]:
     """Start a cell without waiting until it serves; `flags` are `lockstep serve` flags for its services."""
     with tempfile.TemporaryDirectory(prefix="lockstep-test-") as temp_dir:
-        settings = ServeSettings(model_dir=model_dir, listen=f"unix:{temp_dir}/tokenizer.sock")
+        settings = ServeSettings(model_dir=model_dir, listen=f"unix:{temp_dir}/tokenizer.sock", http=False)
         _, service_flags = split_service_flags(flags)
         cell = SplitCell(plan_services(settings, service_flags, Path(temp_dir)))
         try:
