@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.tokenizer.chat.conversation import FUNCTIONS, Tool
 from services.tokenizer.json.closed_schema import closed_arguments
@@ -37,6 +37,11 @@ def _hermes(grammar: LarkGrammar, request: GrammarRequest) -> str:
     newline = grammar.literal("\n")
     call = grammar.rule("call", f"{begin} {newline} ({' | '.join(calls)}) {newline} {end}")
     return _several(call, newline, request)
+
+
+def _generic(grammar: LarkGrammar, request: GrammarRequest) -> str:
+    # Always one call: a model that was trained on none may repeat it without end.
+    return _hermes(grammar, replace(request, one_call=True))
 
 
 def _llama3_json(grammar: LarkGrammar, request: GrammarRequest) -> str:
@@ -182,7 +187,7 @@ def _json(grammar: LarkGrammar, tool: Tool) -> str:
 
 CALL_GRAMMARS: dict[str, Callable[[LarkGrammar, GrammarRequest], str]] = {
     "hermes": _hermes,
-    "generic": _hermes,
+    "generic": _generic,
     "llama3_json": _llama3_json,
     "deepseek_v3": _deepseek_v3,
     "harmony": _harmony,

@@ -102,6 +102,12 @@ def test_one_call_is_exactly_one_call_of_that_tool(name: str) -> None:
         assert (call.name, call.arguments) == ("now", "{}")
 
 
+def test_a_forced_generic_call_is_one() -> None:
+    grammar = tool_call_grammar("generic", request(one_call=False))
+    for seed in range(20):
+        assert len(calls_in(parse("generic", [walk(grammar, seed)], tools=TOOLS, has_grammar=True))) == 1
+
+
 @pytest.mark.parametrize("has_markup", [True, False])
 @pytest.mark.parametrize("name", ["hermes", "generic", "deepseek_v3", "kimi_k2", "glm4"])
 def test_reasoning_that_the_prompt_opened_comes_before_the_calls(name: str, has_markup: bool) -> None:
