@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import instructor  # type: ignore[import-not-found]
+import instructor
 import openai
 from pydantic import BaseModel
 

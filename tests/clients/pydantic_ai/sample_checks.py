@@ -26,7 +26,7 @@ def check_the_sample_runs(demo: Any) -> None:
     def get_player_name(context: RunContext[str]) -> str:
         """Get the player's name."""
         called.append("get_player_name")
-        return context.deps
+        return str(context.deps)
 
     def settings(context: RunContext[str]) -> Any:
         return {"max_tokens": 80, "tool_choice": "required" if context.run_step == 1 else "auto"}
