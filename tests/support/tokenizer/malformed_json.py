@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 SECRET = "SECRET-of-the-client"
@@ -155,3 +155,8 @@ def huge_chats() -> dict[str, Callable[[], bytes]]:
         "white space": lambda: b" " * size,
         "zeros": lambda: b"\0" * size,
     }
+
+
+def shows_secret(error: Mapping[str, Any]) -> bool:
+    """Whether an error of the HTTP API shows the client's text, unless it names a model that is not served."""
+    return SECRET in error["message"] and error["code"] != "model_not_found"

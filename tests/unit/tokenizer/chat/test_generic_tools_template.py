@@ -193,7 +193,7 @@ def test_a_template_that_shows_no_message_of_ours_stays_as_it_is(
     [
         (CHATML, "LlamaForCausalLM", True),
         (f"{CHATML}{{% if false %}}<think>{{% endif %}}", "Qwen2ForCausalLM", True),
-        # It lists tools, but nobody knows what its calls look like.
+        # It lists tools, but its calls are in no known format.
         ("{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + CHATML, "GraniteForCausalLM", True),
         (CALLS_AS_OBJECTS + "<tool_call>", "Qwen3ForCausalLM", False),
         (f"{CHATML}{{% if false %}}[THINK]{{% endif %}}", "MistralForCausalLM", False),

@@ -1,4 +1,4 @@
-"""A model that is not served is named, as it was asked for, to the client that asked for it and to nobody else."""
+"""A model that is not served is named, as it was asked for, to the client that asked for it alone."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_a_launch_waits_for_the_tokens_before_it_and_for_nothing_else(loaded: Lo
     runner = make_runner(loaded, drafting=drafting, execution=Execution(stream=late))
     runner.attach(block_size=4, max_num_seqs=8, max_num_batched_tokens=256)
     pending = [runner.launch(prefill_step(make_enter(0, PROMPT, range(20), max_num_tokens=60)))]
-    # Attach's work alone; the prefill's and what the proposer notes of it wait for somebody who wants them.
+    # Attach's work alone; the prefill's and what the proposer notes of it wait until they are needed.
     assert late.num_computed == 1
     for _ in range(3):
         before = late.num_computed
