@@ -8,6 +8,7 @@ document are written.
 from __future__ import annotations
 
 import json
+import textwrap
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -74,12 +75,12 @@ def render_table(data: dict[str, Any]) -> str:
         for kind in (_SPLIT, _ATTENTION, _NETWORKS, _BOTH, _ONE)
         if families[kind]
     )
-    return (
+    proven = (
         f"Proven with transformers {data['transformers']}: {len(data['rows'])} rows have every pair of a family, a way "
         f"of computing ({', '.join(WAYS)}), products ({', '.join(BACKENDS)}) and ranks "
-        f"({', '.join(map(str, RANKS))}). Experts, embeddings and head are split in any case.\n\n"
-        f"| on several ranks | families |\n|---|---|\n{rows}\n"
+        f"({', '.join(map(str, RANKS))}). Experts, embeddings and head are split in any case."
     )
+    return f"{textwrap.fill(proven, 120)}\n\n| on several ranks | families |\n|---|---|\n{rows}\n"
 
 
 def _on_ranks(layers: Collection[str] | None) -> str:
