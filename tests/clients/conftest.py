@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,7 +24,7 @@ from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.anthropic.events import MessageAnswer, MessageEvents
 from shared.model_files.model_dir import CHAT_TEMPLATE
 from tests.support.cells.cell import FLOAT32, REFERENCE, Cell, start_cell
-from tests.support.clients.gateway import start_gateway
+from tests.support.clients.gateway import start_litellm_proxy, start_smg
 from tests.support.clients.real_clients import ClientProcess, start_client
 from tests.support.models.log_likelihoods import LogLikelihoods
 from tests.support.models.small_models import build_small_model, write_small_model
@@ -151,8 +152,18 @@ def message_streams() -> list[tuple[str, Any]]:
 @pytest.fixture(scope="session")
 def gateway(cell: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """The gateway `smg` in front of `cell`."""
-    with start_gateway(cell["url"], tmp_path_factory.mktemp("gateway") / "log") as url:
+    with start_smg(cell["url"], tmp_path_factory.mktemp("gateway")) as url:
         yield cell | {"base_url": f"{url}/v1", "url": url}
+
+
+@pytest.fixture(scope="session")
+def litellm_proxy(cell: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """LiteLLM's proxy in front of `cell`, with its `key`; `cell_url` is the cell's own."""
+    # The proxy refuses to start with a key that is easily guessed.
+    key = f"sk-{secrets.token_hex(16)}"
+    folder = tmp_path_factory.mktemp("litellm_proxy")
+    with start_litellm_proxy(cell["url"], cell["model"], key, folder) as url:
+        yield cell | {"base_url": f"{url}/v1", "url": url, "key": key, "cell_url": cell["url"]}
 
 
 @pytest.fixture(scope="session")
