@@ -9,7 +9,8 @@ is a checkout of another revision, with its stubs: its figures become the refere
 Then a cell of a model of 1.1 billion random weights in int8 starts, cold and with its packed weights kept, and its
 worker is killed: how long until it computes again, beside importing its modules and reading the packed file once, in
 the same minute; and the same with a spare worker, whose processor time counts from when it takes the place. Each
-process's stages end where its log says so; processor times are its own.
+process's stages end where its log says so; processor times are its own. Last, a decode step of that model in this
+process, of weights from their packed file beside weights that were packed at the start.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
+from tests.bench.parts.kept_decode import kept_row
 from tests.bench.parts.process_stages import ATTACHED, Stage, StagedCell, start_staged
 from tests.bench.parts.report import Row, compare
 from tests.bench.parts.run_python import run_python
@@ -61,7 +62,7 @@ def write_random_model(directory: Path, num_layers: int) -> Path:
 
 
 def return_rows(num_layers: int, repeats: int) -> Iterator[Row]:
-    """Stages of a cell's processes, cold and warm, and those of a worker that comes back after it was killed."""
+    """Stages of a cell's processes, cold and warm, and those of a worker that comes back; a decode of kept weights."""
     with tempfile.TemporaryDirectory() as temp_dir:
         model_dir = write_random_model(Path(temp_dir, "model"), num_layers)
         packed_dir = Path(temp_dir, "packed")
@@ -76,6 +77,7 @@ def return_rows(num_layers: int, repeats: int) -> Iterator[Row]:
         with start_staged(model_dir, [*flags, "--spare-workers=1"]) as cell:
             _ask(cell)
             yield from _back_rows(cell, repeats, packed_dir, "with a spare worker, a killed one's", has_spare=True)
+        yield kept_row(model_dir, packed_dir)
 
 
 def _back_rows(
