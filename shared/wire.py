@@ -30,6 +30,8 @@ TIMINGS = "timings"
 """The capability of a replica that is told how long requests waited and were prefilled."""
 CONTROLS = "controls"
 """The capability of a worker that computes dummy steps of any size, whether or not its rank is coupled."""
+VECTORS = "vectors"
+"""The capability of requests for a prompt's vector, and of whoever knows that a model may be served for these alone."""
 LAST_WORD = "last_word"
 """The capability of a scheduler that tells its workers when no scheduler needs them any more."""
 
@@ -143,6 +145,24 @@ CAPABILITIES = (
     # Where one side does not know them, replicas try their suspects side by side.
     Capability("trials", 1, ("ExchangeRequest.is_trying", "SchedulerHeartbeat.has_trial")),
     Capability(CONTROLS, 1, ("StepRequest.num_dummy_tokens",)),
+    Capability(
+        VECTORS,
+        1,
+        (
+            "AttachResponse.task",
+            "CellInfo.task",
+            "Outputs.vectors",
+            "PromptVector.handle",
+            "PromptVector.values",
+            "Pooling.POOLING_LAST",
+            "Pooling.POOLING_MEAN",
+            "Pooling.POOLING_UNSPECIFIED",
+            "SamplingOptions.pooling",
+            "SlotVector.slot",
+            "SlotVector.values",
+            "StepResult.vectors",
+        ),
+    ),
     # A worker that does not know it takes every end of its stream for the last.
     Capability(LAST_WORD, 1, ("Heartbeat.is_last",)),
 )

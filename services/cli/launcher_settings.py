@@ -14,6 +14,7 @@ from pydantic_settings import CliPositionalArg
 from services.cli.processes.preflight import check_model_dir
 from services.cli.processes.service_flags import ROLE_TO_FLAGS
 from shared.config import ServiceSettings
+from shared.model_files.embedders import TASK_DESCRIPTION, Task
 from shared.model_files.implementations import MODEL_IMPL_DESCRIPTION, WantedImplementation
 from shared.model_files.model_dir import CONFIG, display_name
 from shared.setting_types import MAX_MODEL_LEN_DESCRIPTION, DraftProposerName, MaxModelLen
@@ -40,6 +41,7 @@ class LauncherSettings(ServiceSettings):
     )
     max_model_len: MaxModelLen = Field(default="auto", description=MAX_MODEL_LEN_DESCRIPTION)
     model_impl: WantedImplementation = Field(default="auto", description=MODEL_IMPL_DESCRIPTION)
+    task: Task = Field(default="generate", description=TASK_DESCRIPTION)
     draft_proposer: DraftProposerName | None = Field(
         default=None, description="How draft tokens are proposed; if not set, model with --draft-model, else none."
     )
@@ -101,16 +103,17 @@ class LauncherSettings(ServiceSettings):
         Raises:
             RefusedError: one has not.
         """
-        check_model_dir(self.model_dir, names, self.model_impl)
+        check_model_dir(self.model_dir, names, self.model_impl, self.task)
         if self.draft_model is not None:
             check_model_dir(self.draft_model, [CONFIG], "auto")
 
     def model_flags(self) -> list[str]:
-        """The worker's flags about the model's code, its context and drafting."""
+        """The worker's flags about the model's code, its context and task, and drafting."""
         proposer = "model" if self.draft_model is not None else self.draft_proposer
         context = None if self.max_model_len == "auto" else self.max_model_len
         implementation = None if self.model_impl == "auto" else self.model_impl
-        flags: dict[str, object] = {"max-model-len": context, "model-impl": implementation}
+        task = None if self.task == "generate" else self.task
+        flags: dict[str, object] = {"max-model-len": context, "model-impl": implementation, "task": task}
         flags |= {"draft-proposer": proposer, "draft-model": self.draft_model}
         return render_flags(flags)
 

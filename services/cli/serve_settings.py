@@ -173,7 +173,7 @@ class ServeSettings(LauncherSettings, HttpPortSettings):
             flags = "--hf-overrides and --override-generation-config"
             raise ValueError(f"{flags} cannot be used with --workers, started elsewhere")
         if self.model_flags():
-            flags = "--max-model-len, --model-impl, --draft-proposer and --draft-model"
+            flags = "--max-model-len, --model-impl, --task, --draft-proposer and --draft-model"
             raise ValueError(f"{flags} cannot be used with --workers, started elsewhere")
         return self
 

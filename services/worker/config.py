@@ -13,9 +13,11 @@ from pydantic_settings import CliSuppress, NoDecode, SettingsConfigDict
 from services.worker.device import DeviceError, DeviceRequest, check_device
 from services.worker.layout import RankLayout
 from shared.config import ProcessSettings, load_settings
+from shared.model_files.embedders import TASK_DESCRIPTION, Task, served_config
 from shared.model_files.implementations import MODEL_IMPL_DESCRIPTION, WantedImplementation
-from shared.model_files.model_dir import ModelDirectoryError, refuse_pointer, weight_paths
+from shared.model_files.model_dir import ModelDirectoryError, read_config, refuse_pointer, weight_paths
 from shared.model_files.packed_files import PackedCache
+from shared.model_files.sentence_files import VectorRecipe, read_vector_recipe
 from shared.network.addresses import is_any_host, split_address
 from shared.network.tls import Role
 from shared.request.limits import MAX_DRAFT_TOKENS
@@ -43,6 +45,7 @@ class WorkerSettings(ProcessSettings):
     model_dir: Path = Field(description="Model directory in Hugging Face's layout.")
     max_model_len: MaxModelLen = Field(default="auto", description=MAX_MODEL_LEN_DESCRIPTION)
     model_impl: WantedImplementation = Field(default="auto", description=MODEL_IMPL_DESCRIPTION)
+    task: Task = Field(default="generate", description=TASK_DESCRIPTION)
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto",
         description="What to compute on: cuda is a GPU, NVIDIA's or AMD's; auto takes one if torch sees any.",
@@ -74,7 +77,8 @@ class WorkerSettings(ProcessSettings):
     quantization: Literal["auto", "none", "int8", "int4"] = Field(
         default="auto",
         description="What a model's matrices are quantised to while it loads, unless its files are quantised already; "
-        "with int4 the head has 8 bits. auto is int8 on the native backend, and none on the others.",
+        "with int4 the head has 8 bits. auto is int8 on the native backend, unless with --task embed, and none on the "
+        "others.",
     )
     activation_quantization: Literal["none", "fp8"] = Field(
         default="none",
@@ -224,6 +228,15 @@ class WorkerSettings(ProcessSettings):
         """The most tokens of a sequence; None means the model's own context."""
         return None if self.max_model_len == "auto" else self.max_model_len
 
+    def read_recipe(self) -> VectorRecipe | None:
+        """How vectors are made; None if the model is served for text.
+
+        Raises:
+            ModelDirectoryError: the directory does not say, or its model is not served so.
+        """
+        served_config(read_config(self.model_dir), self.task)
+        return None if self.task == "generate" else read_vector_recipe(self.model_dir)
+
     @property
     def weights_seed(self) -> int | None:
         """None means that weights are loaded from the model directories."""
@@ -303,6 +316,12 @@ class WorkerSettings(ProcessSettings):
         return self
 
     @model_validator(mode="after")
+    def _check_task(self) -> WorkerSettings:
+        if self.task == "embed" and (self.draft_proposer != "none" or self.model_impl == "transformers"):
+            raise ValueError("--task embed cannot be combined with --draft-proposer or --model-impl transformers")
+        return self
+
+    @model_validator(mode="after")
     def _check_draft_model(self) -> WorkerSettings:
         if (self.draft_proposer == "model") is not (self.draft_model is not None):
             raise ValueError("--draft-proposer model and --draft-model must be used together")
@@ -314,6 +333,7 @@ if __name__ == "__main__":
     try:
         settings = load_settings(WorkerSettings)
         check_device(settings.device_request)
+        settings.read_recipe()
         settings.check_weights()
     except (DeviceError, ModelDirectoryError) as error:
         sys.exit(f"error: {error}")

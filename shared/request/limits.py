@@ -113,6 +113,24 @@ def check_fit(num_prompt_tokens: int, max_tokens: int, limits: ModelLimits) -> N
         )
 
 
+def check_task(*, wants_vector: bool, embeds: bool) -> None:
+    """Reject what the model is not served for.
+
+    Args:
+        wants_vector: Whether the prompt's vector is wanted, instead of a completion.
+        embeds: Whether the model is served for vectors, instead of text.
+
+    Raises:
+        InvalidRequestError: it is served for the other.
+    """
+    if wants_vector is not embeds:
+        what = (
+            "text and scores, not vectors: --task embed serves these" if wants_vector else "vectors, not text or scores"
+        )
+        violation = Violation("model", "OUT_OF_RANGE", f"the model is served for {what}")
+        raise InvalidRequestError.from_violations([violation])
+
+
 def out_of_vocabulary(field: str, logits_width: int) -> tuple[str, str, str]:
     """The field, reason and description of a violation: a token id is outside the vocabulary."""
     return field, "TOKEN_ID_OUT_OF_RANGE", f"token ids must be below {logits_width}"

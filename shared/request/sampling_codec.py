@@ -9,9 +9,15 @@ import numpy as np
 
 from lockstep.internal.v1 import sampling_pb2
 from shared.request.limits import TOKEN_DTYPE
-from shared.request.sampling_params import SamplingOptions
+from shared.request.sampling_params import Pooling, SamplingOptions
 
 _FLOAT_DTYPE = np.dtype("<f4")
+_POOLING_TO_WIRE = {
+    None: sampling_pb2.POOLING_UNSPECIFIED,
+    Pooling.LAST: sampling_pb2.POOLING_LAST,
+    Pooling.MEAN: sampling_pb2.POOLING_MEAN,
+}
+_WIRE_TO_POOLING = {number: pooling for pooling, number in _POOLING_TO_WIRE.items()}
 
 
 def encode_options(options: SamplingOptions) -> sampling_pb2.SamplingOptions:
@@ -32,6 +38,7 @@ def encode_options(options: SamplingOptions) -> sampling_pb2.SamplingOptions:
         reasoning_end=np.array(options.reasoning_end, TOKEN_DTYPE).tobytes(),
         allowed_token_ids=np.array(options.allowed_token_ids, TOKEN_DTYPE).tobytes(),
         logprob_token_ids=np.array(options.logprob_token_ids, TOKEN_DTYPE).tobytes(),
+        pooling=_POOLING_TO_WIRE[options.pooling],
     )
 
 
@@ -39,12 +46,15 @@ def decode_options(message: sampling_pb2.SamplingOptions) -> SamplingOptions:
     """Decode options.
 
     Raises:
-        ValueError: a column's size is not a multiple of its dtype's, or parallel columns differ in length.
+        ValueError: a column's size is not a multiple of its dtype's, parallel columns differ in length, or the pooling
+            is unknown.
     """
     token_ids = _column("logit_bias_token_ids", message.logit_bias_token_ids, TOKEN_DTYPE)
     biases = _column("logit_biases", message.logit_biases, _FLOAT_DTYPE)
     if len(token_ids) != len(biases):
         raise ValueError("logit_bias_token_ids and logit_biases differ in length")
+    if message.pooling not in _WIRE_TO_POOLING:
+        raise ValueError(f"the pooling {message.pooling} is unknown")
     return SamplingOptions(
         min_p=message.min_p,
         repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
@@ -60,6 +70,7 @@ def decode_options(message: sampling_pb2.SamplingOptions) -> SamplingOptions:
         reasoning_end=_token_ids("reasoning_end", message.reasoning_end),
         allowed_token_ids=_token_ids("allowed_token_ids", message.allowed_token_ids),
         logprob_token_ids=_token_ids("logprob_token_ids", message.logprob_token_ids),
+        pooling=_WIRE_TO_POOLING[message.pooling],
     )
 
 

@@ -5,6 +5,7 @@ Plain Python: tokenizers and schedulers check what clients send, workers check w
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
 from collections.abc import Iterator
@@ -41,6 +42,15 @@ _ABOVE_MAX_TOKENS = ("OUT_OF_RANGE", "must be at most max_tokens")
 _Fault = tuple[str, str, str]
 
 
+class Pooling(enum.Enum):
+    """Which of a prompt's hidden states after the last norm are its vector."""
+
+    LAST = "last"
+    """The last token's."""
+    MEAN = "mean"
+    """The mean of all tokens'."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
     """The less common sampling options, resolved; a request that uses none has no such object.
@@ -68,6 +78,8 @@ class SamplingOptions:
     """Ascending; empty means all."""
     logprob_token_ids: tuple[int, ...] = ()
     """In the order of the request."""
+    pooling: Pooling | None = None
+    """What is wanted of the prompt instead of a completion; None means nothing."""
 
     @property
     def num_top(self) -> int | None:
@@ -177,6 +189,8 @@ def _option_violations(options: SamplingOptions, max_tokens: int, logits_width: 
     yield from _list_violations(
         "allowed_token_ids", options.allowed_token_ids, logits_width, max_length=MAX_ALLOWED_TOKEN_IDS
     )
+    if options.pooling is not None and max_tokens > 1:
+        yield "max_tokens", "OUT_OF_RANGE", "must be 1 where the prompt's vector is wanted"
     yield from _list_violations("logprob_token_ids", options.logprob_token_ids, logits_width, max_length=MAX_LOGPROBS)
     yield from _grammar_violations(options, logits_width)
 

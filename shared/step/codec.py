@@ -17,7 +17,7 @@ from shared.ids import Slot
 from shared.request.limits import TOKEN_DTYPE
 from shared.request.sampling_codec import decode_options, encode_options
 from shared.request.sampling_params import SamplingOptions, SamplingParams
-from shared.step.columns import Int32Column, StatePairs
+from shared.step.columns import Int32Column, StatePairs, decode_floats, encode_floats
 from shared.step.logprobs_codec import decode_logprobs, encode_logprobs
 from shared.step.step import NO_INTS, NO_PAIRS, EnteringSequence, PrefillChunk, Step, StepKind, StepResult
 
@@ -182,6 +182,7 @@ def encode_result(result: StepResult) -> worker_pb2.StepResult:
             worker_pb2.ChunkLogprobs(slot=slot, logprobs=encode_logprobs(logprobs))
             for slot, logprobs in result.prompt_logprobs
         ],
+        vectors=[worker_pb2.SlotVector(slot=slot, values=encode_floats(values)) for slot, values in result.vectors],
     )
 
 
@@ -202,6 +203,7 @@ def parse_result(message: worker_pb2.StepResult) -> StepResult:
         or message.prompt_logprobs
         or message.not_finite_saves
         or message.HasField("logprobs")
+        or message.vectors
     ):
         return StepResult(
             message.epoch,
@@ -228,6 +230,7 @@ def parse_result(message: worker_pb2.StepResult) -> StepResult:
         prompt_logprobs=tuple((chunk.slot, decode_logprobs(chunk.logprobs)) for chunk in message.prompt_logprobs),
         failed_grammar_rows=np.frombuffer(message.failed_grammar_rows, TOKEN_DTYPE),
         not_finite_saves=np.frombuffer(message.not_finite_saves, TOKEN_DTYPE),
+        vectors=tuple((vector.slot, decode_floats(vector.values)) for vector in message.vectors),
     )
 
 

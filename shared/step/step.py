@@ -14,7 +14,7 @@ import numpy as np
 from shared.ids import Slot
 from shared.request.limits import TOKEN_DTYPE
 from shared.request.sampling_params import SamplingParams
-from shared.step.columns import Int32Column
+from shared.step.columns import Float32Column, Int32Column
 from shared.step.logprobs import Logprobs
 
 NO_INTS: Int32Column = np.empty(0, np.int32)
@@ -136,6 +136,8 @@ class StepResult:
     """Rows with a grammar that cannot be followed further; only their last token is meaningless."""
     not_finite_saves: Int32Column = field(default_factory=lambda: NO_INTS)
     """Indexes into `Step.state_saves` whose states were not finite."""
+    vectors: tuple[tuple[int, Float32Column], ...] = ()
+    """Vectors [hidden] of prompts that end here, by slot."""
 
     @property
     def num_accepted_tokens(self) -> int:

@@ -33,6 +33,7 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.hf_api import RepoSibling
 
 from services.cli.hub.model_name import GgufName, ModelName
+from shared.model_files.embedders import as_causal
 from shared.model_files.gguf_names import SUFFIX, part_paths
 from shared.model_files.implementations import WantedImplementation, implementation_of
 from shared.model_files.missing_files import TEKKEN, TIKTOKEN
@@ -146,7 +147,8 @@ class _Download:
         small = [files[name] for name in sorted(files) if name in needed or _is_template(name) or _is_module(name)]
         self._fetch(small)
         try:
-            implementation_of(read_config(self.directory), wanted)
+            # It may be for vectors.
+            implementation_of(as_causal(read_config(self.directory)), wanted)
             convert_vocabulary(self.directory)
             weights = self._weights(files) if with_weights else []
         except ModelDirectoryError as error:

@@ -16,6 +16,7 @@ from services.cli.extras import ROLE_TO_EXTRA, missing_packages
 from services.cli.processes import flag_checks
 from services.cli.processes.last_problem import LastProblem
 from services.cli.processes.service_command import Listener, ServiceCommand
+from shared.model_files.embedders import Task, as_causal, served_config
 from shared.model_files.implementations import WantedImplementation, implementation_of
 from shared.model_files.model_dir import (
     CONFIG,
@@ -62,8 +63,10 @@ async def check_commands(commands: Sequence[ServiceCommand], *, own_listeners: S
     await read_settings(commands)
 
 
-def check_model_dir(model_dir: Path, names: Sequence[str], wanted: WantedImplementation) -> None:
-    """Check that a directory has the named files, and a `config.json` of an architecture that is served by `wanted`.
+def check_model_dir(
+    model_dir: Path, names: Sequence[str], wanted: WantedImplementation, task: Task = "generate"
+) -> None:
+    """Check that a directory has the named files, and a `config.json` of an architecture that is served so.
 
     A `tokenizer.json` that is missing is made of Kimi's `tiktoken.model`, if there is that.
 
@@ -87,7 +90,9 @@ def check_model_dir(model_dir: Path, names: Sequence[str], wanted: WantedImpleme
     except ModelDirectoryError as error:
         raise RefusedError(str(error)) from None
     try:
-        implementation_of(read_config(model_dir), wanted)
+        config = read_config(model_dir)
+        # What a worker's own flags say of the task, it checks itself.
+        implementation_of(served_config(config, task) if task == "embed" else as_causal(config), wanted)
     except ModelDirectoryError as error:
         raise RefusedError(f"{model_dir}: {error}") from None
 

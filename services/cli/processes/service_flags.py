@@ -21,6 +21,7 @@ ROLE_TO_FLAGS: dict[str, tuple[str, ...]] = {
         "model-dir",
         "max-model-len",
         "model-impl",
+        "task",
         "device",
         "device-index",
         "ops-backend",

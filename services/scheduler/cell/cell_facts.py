@@ -92,4 +92,5 @@ def _model_of(facts: WorkerFacts) -> tuple[object, ...]:
         facts.logits_width,
         facts.eos_token_ids,
         facts.default_sampling,
+        facts.embeds,
     )

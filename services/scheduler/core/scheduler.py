@@ -304,7 +304,7 @@ class Scheduler:
 
     def num_cached_tokens(self, seq: Sequence) -> int:
         """Tokens of a waiting sequence that this rank has cached and may use."""
-        return 0 if seq.wants_prompt_logprobs else self._blocks.num_cached_tokens(seq)
+        return 0 if seq.reads_whole_prompt else self._blocks.num_cached_tokens(seq)
 
     def flush_prefix_cache(self) -> int:
         """Forget the contents of all blocks; returns how many blocks had one."""

@@ -53,6 +53,8 @@ class WorkerFacts:
     """How long it took from its process's start until it could be attached; None if it does not say."""
     implementation: str = field(default="", metadata=ALIKE)
     """Whose code computes the model, opaque to the engine; empty if it does not say."""
+    embeds: bool = field(default=False, metadata=ALIKE)
+    """Whether the model is served for vectors of prompts, and nothing else."""
 
     @property
     def has_recurrent_state(self) -> bool:

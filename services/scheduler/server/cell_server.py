@@ -333,6 +333,7 @@ class CellServer:
             weights_digest=self.engine.facts.weights_digest,
             introduction=self.engine.facts.introduction.encode(),
             implementation=model.implementation,
+            task="embed" if model.embeds else "generate",
         )
         if self.engine.facts.worker_start_s is not None:
             cell_info.worker_start_time.FromMilliseconds(round(1e3 * self.engine.facts.worker_start_s))

@@ -17,7 +17,7 @@ from shared.network.statuses import to_status
 from shared.request.limits import MAX_CHOICES, TOKEN_DTYPE
 from shared.request.sampling_codec import decode_options
 from shared.request.sampling_params import NO_OPTIONS, SamplingOptions, SamplingParams
-from shared.step.columns import Int32Column
+from shared.step.columns import Int32Column, encode_floats
 from shared.step.logprobs_codec import encode_logprobs
 from shared.tenants.tenant import DEFAULT_TENANT, MAX_CACHE_SALT_BYTES, MAX_WEIGHT, MIN_WEIGHT, Tenant
 from shared.wire import find_needs
@@ -87,6 +87,8 @@ def encode_outputs(outputs: Outputs, *, has_timings: bool = False) -> exchange_p
         message.logprobs.CopyFrom(encode_logprobs(outputs.logprobs))
     for handle, logprobs in outputs.prompt_logprobs:
         message.prompt_logprobs.add(handle=handle, logprobs=encode_logprobs(logprobs))
+    for handle, values in outputs.vectors:
+        message.vectors.add(handle=handle, values=encode_floats(values))
     for handle, num_resumes in outputs.resumes:
         message.resumes.add(handle=handle, num_resumes=num_resumes)
     return message

@@ -253,6 +253,7 @@ def _read_acceptance(rank: DpRank, epoch: int, response: worker_pb2.AttachRespon
         response.max_num_seqs or None,
         response.start_time.ToMilliseconds() / 1e3 if response.HasField("start_time") else None,
         response.implementation,
+        response.task == "embed",
     )
     layout = response.layout
     is_coupled = layout.has_expert_parallel and layout.dp_size > 1

@@ -8,7 +8,7 @@ import numpy as np
 
 from shared.errors import InvalidRequestError, StepMismatchError
 from shared.request.limits import ModelLimits
-from shared.request.sampling_params import check_sampling
+from shared.request.sampling_params import Pooling, check_sampling
 from shared.step.columns import Int32Column
 from shared.step.step import EnteringSequence
 
@@ -85,6 +85,11 @@ def _check_cached_tokens(enter: EnteringSequence, limits: BatchLimits, *, needs_
     require(
         enter.num_cached_tokens == 0 or options is None or options.num_prompt_logprobs is None,
         "prompt log-probabilities are requested for a prompt with cached tokens",
+        slot=slot,
+    )
+    require(
+        enter.num_cached_tokens == 0 or options is None or options.pooling is not Pooling.MEAN,
+        "the mean of a prompt with cached tokens is requested",
         slot=slot,
     )
 

@@ -5,7 +5,7 @@ Plain numpy; only drafts may come from a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from services.worker.batch.decodes import NO_DRAFTS, Decodes, DraftSource
 from services.worker.batch.enter_checks import BatchLimits, check_enter, check_token_ids, require
 from services.worker.batch.slot_changes import SlotChanges
 from services.worker.batch.state_changes import state_changes
-from services.worker.batch.step_input import ScoredChunk, StepInput, StepTokens
+from services.worker.batch.step_input import PooledChunk, ScoredChunk, StepInput, StepTokens
 from services.worker.sampling.sampling_rows import SamplingRows
 from services.worker.sampling.sampling_state import GrammarMatcher, SamplingState
 from shared.request.sampling_params import SamplingOptions
@@ -292,7 +292,7 @@ class InputBatch:
         np.cumsum(query_lens, out=cu_seqlens_q[1:])
         num_tokens, num_decodes = int(cu_seqlens_q[-1]), len(decodes.slots)
         num_done = decodes.num_slots - num_decodes
-        scored = self._scored_chunks(chunks, cu_seqlens_q[num_decodes:]) if self._states else ()
+        starts = cu_seqlens_q[num_decodes:]
         return StepInput(
             num_decodes=num_decodes,
             slots=slots,
@@ -315,7 +315,8 @@ class InputBatch:
             draft_token_ids=NO_DRAFTS if drafts is None else drafts.token_ids,
             compute_drafts=decodes.compute_drafts,
             draft_counts=None if drafts is None else drafts.counts_of_rows(len(row_slots)),
-            scored_chunks=scored,
+            scored_chunks=self._scored_chunks(chunks, starts) if self._states else (),
+            pooled_chunks=tuple(self._pooled_chunks(chunks, starts)) if self._states else (),
         )
 
     def _have_options(self, slots: Int32Column) -> bool:
@@ -372,6 +373,14 @@ class InputBatch:
                     )
                 )
         return tuple(scored)
+
+    def _pooled_chunks(self, chunks: Sequence[PrefillChunk], starts: Int32Column) -> Iterator[PooledChunk]:
+        for chunk, start in zip(chunks, starts.tolist(), strict=False):
+            state = self._states.get(chunk.slot)
+            if state is not None and state.options.pooling is not None:
+                position = int(self._num_tokens[chunk.slot]) - chunk.num_tokens
+                has_later = chunk.num_later_tokens > 0
+                yield PooledChunk(chunk.slot, start, chunk.num_tokens, position, state.options.pooling, has_later)
 
     def _check_used(self, column: str, slots: Int32Column, *, may_repeat: bool = False) -> None:
         in_range = not len(slots) or 0 <= slots.min() <= slots.max() < self.limits.max_num_seqs

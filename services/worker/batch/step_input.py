@@ -10,6 +10,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from services.worker.forward.staging import HostArrays
+from shared.request.sampling_params import Pooling
 from shared.step.columns import Int32Column
 from shared.step.step import PrefillChunk
 
@@ -30,6 +31,22 @@ class ScoredChunk:
     num_prompt_tokens: int
     num_top: int
     """Most likely tokens to report at each position."""
+
+
+@dataclass(frozen=True, slots=True)
+class PooledChunk:
+    """Prompt tokens of a chunk whose hidden states make a vector."""
+
+    slot: int
+    first_token: int
+    """First index among the step's tokens."""
+    num_tokens: int
+    """At least 1."""
+    position: int
+    """The first token's position in its sequence."""
+    pooling: Pooling
+    has_later_tokens: bool
+    """Whether the prompt goes on in a later step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +120,7 @@ class StepInput:
     """See `Drafts.compute`."""
     draft_counts: Int32Column | None = None  # [num_rows], drafts of each row; None means that no row has any
     scored_chunks: tuple[ScoredChunk, ...] = ()
+    pooled_chunks: tuple[PooledChunk, ...] = ()
 
     @classmethod
     def dummy(

@@ -51,6 +51,8 @@ class Shard:
     """What keys and values are stored in; None leaves it to the model."""
     context: ContextLimit = NO_LIMIT
     """What bounds the context served."""
+    has_head: bool = True
+    """Whether the model has a head, or its hidden states are the result."""
 
     @property
     def tp(self) -> Communicator:

@@ -38,6 +38,7 @@ from services.worker.weights.quantization.config import QuantizationConfig
 from services.worker.weights.sampling_defaults import SamplingDefaults, sampling_defaults, unknown_options
 from services.worker.weights.tensor_digests import Hashing
 from services.worker.weights.weight_files import WeightFiles
+from shared.model_files.embedders import HEADS, Task, headless_name, served_config
 from shared.model_files.implementations import WantedImplementation
 from shared.model_files.missing_files import ADAPTER
 from shared.model_files.model_dir import (
@@ -76,6 +77,8 @@ class ModelFacts:
     """`LoadedModel.weights_digest` without the layers for multi-token prediction, whether or not they are loaded: what
     tells models apart whose answers differ, though their configuration and tokenizer are equal."""
     sampling_defaults: SamplingDefaults
+    task: Task = "generate"
+    """`LoadOptions.task`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,29 @@ class LoadOptions:
     """Whose code computes the model."""
     packed: PackedCache | None = None
     """Where packed weights are kept, and found again; None means nowhere."""
+    task: Task = "generate"
+    """What the model is served for."""
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the model's head is loaded."""
+        return self.task == "generate"
+
+    def shard(self, ops: Ops, weights: ModelWeights, parallel: Parallel) -> Shard:
+        """What the layers are built from."""
+        return Shard(ops, weights, parallel, self.kv_dtype, self.context, has_head=self.has_head)
+
+    def name_of(self, config: Mapping[str, Any]) -> Callable[[str], str | None]:
+        """What the language model calls a stored tensor; None for one that is left out."""
+        of_text = text_name if is_multimodal(config) else str
+        if self.has_head:
+            return of_text
+
+        def headless(stored: str) -> str | None:
+            name = of_text(stored)
+            return name and headless_name(name)
+
+        return headless
 
 
 ORDINARY = LoadOptions()
@@ -148,7 +174,7 @@ def load_model(
             the range for requests.
         PartnerLostError: another rank was lost.
     """
-    config = RecordedConfig(read_config(model_dir))
+    config = RecordedConfig(served_config(read_config(model_dir), options.task))
     build = loader_for(config, with_mtp=options.with_mtp, wanted=options.implementation)
     _warn_of_adapter(model_dir)
     if is_multimodal(config):
@@ -168,7 +194,7 @@ def load_model(
         digest = model_digest(model_dir) if (model_dir / TOKENIZER).exists() else weights_digest
         seed, device = options.dummy_seed, options.device
         weights = DummyWeights(seed, dtype, on_progress, device, config=quantised, formats=formats)
-        model = _build_complete(build, config, Shard(ops, weights, parallel, options.kv_dtype, options.context))
+        model = _build_complete(build, config, options.shard(ops, weights, parallel))
         packed_formats = frozenset(weights.packed_formats)
     on_progress(1.0)
     _warn_of_unknown(model_dir, unknown_keys(config, model.implementation), quantised)
@@ -176,7 +202,7 @@ def load_model(
         weights_digest, served_digest = map(_with_long_factors, (weights_digest, served_digest))
     limits = ModelLimits(model.context_length, model.logits_width, num_pool_tokens=model.context_length)
     defaults = sampling_defaults(model_dir, limits)
-    facts = ModelFacts(model.context_length, model.logits_width, eos_ids, digest, served_digest, defaults)
+    facts = ModelFacts(model.context_length, model.logits_width, eos_ids, digest, served_digest, defaults, options.task)
     return LoadedModel(
         model,
         facts,
@@ -201,7 +227,7 @@ class _Load:
 
     def shard(self, ops: Ops, weights: ModelWeights) -> Shard:
         """What the layers are built from."""
-        return Shard(ops, weights, self.parallel, self.options.kv_dtype, self.options.context)
+        return self.options.shard(ops, weights, self.parallel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +263,12 @@ def _load_stored(
     options, mtp = load.options, mtp_prefixes(config)
     readers = options.readers or load.parallel.ep or load.parallel.tp
     wanted = Wanted(
-        load.dtype, options.quantization, options.with_mtp, load.parallel, code_of(config, options.implementation)
+        load.dtype,
+        options.quantization,
+        options.with_mtp,
+        load.parallel,
+        code_of(config, options.implementation),
+        options.task,
     )
     with ExitStack() as stack:
         packed = find_packed(options.packed, ops, load.model_dir, wanted)
@@ -250,8 +281,7 @@ def _load_stored(
         if packed is not None and kept is None and (recorder := packed.record()) is not None:
             stack.enter_context(recorder)
         hashing = Hashing(readers, options.device, ops.num_threads)
-        name_of = text_name if is_multimodal(config) else str
-        with WeightFiles(load.model_dir, load.on_progress, hashing=hashing, name_of=name_of) as files:
+        with WeightFiles(load.model_dir, load.on_progress, hashing=hashing, name_of=options.name_of(config)) as files:
             quantised, kept_formats = formats
             weights = CheckpointWeights(files, load.dtype, quantised, options.device, formats=kept_formats)
             if recorder is None:
@@ -316,7 +346,7 @@ def read_formats(
 
 def _build_complete(build: ModelLoader, config: Mapping[str, Any], shard: Shard) -> CausalLM:
     """Check that exactly the needed tensors are stored."""
-    shard.weights.ignore(suffixes=_IGNORED_SUFFIXES)
+    shard.weights.ignore(prefixes=() if shard.has_head else HEADS, suffixes=_IGNORED_SUFFIXES)
     with return_freed_memory():
         model = build(config, shard)
     shard.weights.check_complete()

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from typing_extensions import override
 
-from services.worker.layers.shard import Shard
 from services.worker.models.loader import ORDINARY, LoadOptions, read_formats
 from services.worker.models.registry import CausalLM, loader_for
 from services.worker.ops import Ops
@@ -23,8 +22,8 @@ from services.worker.recorded_config import RecordedConfig
 from services.worker.weights.planned_weights import PlannedWeights
 from services.worker.weights.sampling_defaults import sampling_defaults
 from services.worker.weights.weight_files import WeightFiles
-from shared.model_files.model_dir import is_multimodal, read_config
-from shared.model_files.text_models import text_name
+from shared.model_files.embedders import served_config
+from shared.model_files.model_dir import read_config
 from shared.request.limits import ModelLimits
 
 # The modules that log what a configuration says while a model is built.
@@ -57,14 +56,14 @@ def plan_model(
         ModelDirectoryError: config.json or generation_config.json is missing, malformed or not supported; the model's
             own context is shorter than `options.context`; or the model cannot be split over the ranks.
     """
-    config = RecordedConfig(read_config(model_dir))
+    config = RecordedConfig(served_config(read_config(model_dir), options.task))
     build = loader_for(config, with_mtp=options.with_mtp, wanted=options.implementation)
     stored, formats = read_formats(model_dir, config, ops, options)
 
     def build_with(names: Container[str] | None) -> tuple[CausalLM, PlannedWeights]:
         weights = PlannedWeights(dtype, stored, formats=formats, names=names)
         # The backend's own functions would prepare matrices, and there are none.
-        shard = Shard(ReferenceOps(), weights, parallel, options.kv_dtype, options.context)
+        shard = options.shard(ReferenceOps(), weights, parallel)
         with _unlogged():
             return build(config, shard), weights
 
@@ -72,8 +71,7 @@ def plan_model(
     has_files = options.dummy_seed is None
     model, weights = build_with(None if has_files else ())
     if has_files and model.mtp is not None:
-        name_of = text_name if is_multimodal(config) else str
-        with WeightFiles(model_dir, name_of=name_of) as files:
+        with WeightFiles(model_dir, name_of=options.name_of(config)) as files:
             names = frozenset(files.names)
         model, weights = build_with(names)
     limits = ModelLimits(model.context_length, model.logits_width, num_pool_tokens=model.context_length)

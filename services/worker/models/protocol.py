@@ -67,4 +67,7 @@ class CausalLM(Protocol):
         """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Logits [num_rows, logits_width], float32, of hidden states [num_rows, hidden]."""
+        """Logits [num_rows, logits_width], float32, of hidden states [num_rows, hidden].
+
+        Without a head [num_rows, 1]: finite where the hidden states are.
+        """

@@ -31,7 +31,7 @@ from services.worker.server.step_stream import Epoch, StepStream, retrieve
 from shared.errors import InvalidRequestError, NotReadyError, ServiceError, StaleEpochError, Violation
 from shared.network.heartbeat import next_beat_at
 from shared.step.codec import encode_result, parse_step
-from shared.wire import LAST_WORD, introduce_self, read_introduction
+from shared.wire import LAST_WORD, VECTORS, introduce_self, read_introduction
 
 if TYPE_CHECKING:
     # The RPC server answers before torch is imported.
@@ -121,6 +121,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if steps.runner.state_bytes_per_slot:
             # A scheduler that knows nothing of states would continue prefixes without them.
             read_introduction(request.introduction).check(frozenset({"recurrent_state"}))
+        if steps.runner.facts.task == "embed":
+            # It would ask for completions.
+            read_introduction(request.introduction).check(frozenset({VECTORS}))
         epoch = self._begin(request, steps)
         is_stuck = not await self._is_ready(epoch, steps.runner)
         if epoch is not self._epoch:
@@ -326,6 +329,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             introduction=introduce_self().encode(),
             start_time=self._start_time,
             implementation=runner.implementation,
+            task=runner.facts.task,
         )
 
 

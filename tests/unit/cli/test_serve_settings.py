@@ -39,7 +39,7 @@ def test_the_model_name_is_its_directorys_name_however_the_path_is_written() -> 
         (["--workers=a:1,b:2", "--dp=3"], "--dp 3 does not match the 2 --workers"),
         (
             ["--workers=a:1", "--draft-proposer=ngram"],
-            "--max-model-len, --model-impl, --draft-proposer and --draft-model cannot be used with --workers",
+            "--max-model-len, --model-impl, --task, --draft-proposer and --draft-model cannot be used with --workers",
         ),
         (["--listen=unix:x", "--scheduler-listen=unix:x"], "--scheduler-listen is the tokenizer's address"),
         (["--listen=127.0.0.1:0"], "127.0.0.1:0 has no fixed port"),

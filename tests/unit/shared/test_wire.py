@@ -23,7 +23,7 @@ from services.tokenizer.request.resolved_request import ResolvedRequest
 from shared.errors import NotSupportedError
 from shared.ids import RequestHandle
 from shared.request.limits import TOKEN_DTYPE, ModelLimits
-from shared.request.sampling_params import NO_OPTIONS, SamplingOptions, SamplingParams
+from shared.request.sampling_params import NO_OPTIONS, Pooling, SamplingOptions, SamplingParams
 from shared.step.codec import encode_step
 from shared.tenants.tenant import Tenant
 from shared.wire import (
@@ -53,6 +53,7 @@ CAPABILITY_TO_OPTIONS = {
     "allowed_token_ids": SamplingOptions(allowed_token_ids=(1, 2)),
     "min_tokens": SamplingOptions(min_tokens=1),
     "grammar": SamplingOptions(grammar='start: "a"', reasoning_begin=(1,), reasoning_end=(2,)),
+    "vectors": SamplingOptions(pooling=Pooling.LAST),
     "logprobs": SamplingOptions(num_logprobs=0, num_prompt_logprobs=0, logprob_token_ids=(1,)),
 }
 

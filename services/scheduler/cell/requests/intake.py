@@ -8,7 +8,7 @@ from services.scheduler.cell.events import ChoiceSoFar, Submission
 from services.scheduler.cell.requests.requests import Request
 from services.scheduler.core.batch.sequence import Sequence
 from shared.errors import InvalidRequestError, Violation
-from shared.request.limits import TOKEN_DTYPE, ModelLimits, check_fit, check_prompt, check_token_ids
+from shared.request.limits import TOKEN_DTYPE, ModelLimits, check_fit, check_prompt, check_task, check_token_ids
 from shared.request.sampling_params import check_sampling
 from shared.tenants.tenant import salt_of
 
@@ -52,8 +52,8 @@ def make_request(client: int, submission: Submission, now: float, *, shares_betw
     )
 
 
-def check_sequence(seq: Sequence, limits: ModelLimits) -> None:
-    """Check a waiting sequence against the model and the KV pool.
+def check_sequence(seq: Sequence, limits: ModelLimits, *, embeds: bool = False) -> None:
+    """Check a waiting sequence against the model, which `embeds` or generates text, and the KV pool.
 
     Its ranges were checked where the client called; but a replica of another release may have other ranges, and what a
     worker refuses ends the step of all.
@@ -63,6 +63,8 @@ def check_sequence(seq: Sequence, limits: ModelLimits) -> None:
     """
     tokens = np.frombuffer(seq.token_bytes, TOKEN_DTYPE)
     prompt, output = tokens[: seq.num_prompt_tokens], tokens[seq.num_prompt_tokens :]
+    options = seq.params.options
+    check_task(wants_vector=options is not None and options.pooling is not None, embeds=embeds)
     check_sampling(seq.params, limits)
     check_prompt(prompt, limits)
     check_fit(len(prompt), seq.params.max_tokens, limits)

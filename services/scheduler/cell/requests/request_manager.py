@@ -206,7 +206,7 @@ class RequestManager:
         model, limits = self._facts.model, self._facts.limits
         if model is None or limits is None:
             return None
-        check_sequence(seq, limits)
+        check_sequence(seq, limits, embeds=model.embeds)
         if seq.is_exact:
             self._promise_exactness(seq)
         if seq.num_stored_tokens == seq.num_prompt_tokens:

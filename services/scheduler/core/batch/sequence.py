@@ -11,7 +11,7 @@ from typing import NamedTuple
 from services.scheduler.core.cache.cached_prefix import CachedPrefix, PrefixCursor
 from shared.ids import DpRank, RequestHandle, Slot
 from shared.request.limits import TOKEN_DTYPE
-from shared.request.sampling_params import NO_OPTIONS, SamplingParams
+from shared.request.sampling_params import NO_OPTIONS, Pooling, SamplingParams
 from shared.tenants.tenant import DEFAULT_TENANT, Tenant
 
 TOKEN_BYTES = TOKEN_DTYPE.itemsize
@@ -209,6 +209,12 @@ class Sequence:
         Choice 0 gets them for the whole request, until it has a completion token.
         """
         return self.has_prompt_logprobs and not self.choice and self.num_stored_tokens == self.num_prompt_tokens
+
+    @property
+    def reads_whole_prompt(self) -> bool:
+        """Whether its next prefill must compute all of its prompt, cached or not; all tokens must be stored."""
+        options = self.params.options
+        return self.wants_prompt_logprobs or (options is not None and options.pooling is Pooling.MEAN)
 
     @property
     def num_stored_tokens(self) -> int:

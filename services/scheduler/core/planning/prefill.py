@@ -206,8 +206,8 @@ class PrefillPlanner:
             prefill.state_saves += self._states.save_prompt(seq, seq.num_stored_tokens - seq.num_unsent_tokens)
 
     def _find_prefix(self, seq: Sequence) -> CachedPrefix:
-        """Empty if the prompt log-probabilities are needed."""
-        if seq.wants_prompt_logprobs:
+        """Empty if all of the prompt must be computed."""
+        if seq.reads_whole_prompt:
             return self._blocks.no_prefix(seq)
         return self._blocks.find_prefix(seq)
 

@@ -11,7 +11,7 @@ from services.scheduler.core.batch.sequence import Finish, Sequence
 from services.scheduler.core.batch.slot_table import RowConstants
 from shared.errors import ServiceError
 from shared.ids import RequestHandle
-from shared.step.columns import Int32Column
+from shared.step.columns import Float32Column, Int32Column
 from shared.step.logprobs import Logprobs
 
 _NO_HANDLES = np.empty(0, np.uint32)
@@ -68,6 +68,8 @@ class Outputs:
     """Values by index into `token_ids`."""
     prompt_logprobs: list[tuple[RequestHandle, Logprobs]] = field(default_factory=list)
     """Values of prompts, by handle."""
+    vectors: list[tuple[RequestHandle, Float32Column]] = field(default_factory=list)
+    """Vectors of prompts, by handle."""
     resumes: list[tuple[RequestHandle, int]] = field(default_factory=list)
     """Handles that resume after a loss, and how often they have by now."""
 
@@ -103,6 +105,10 @@ class OutputsByClient:
     def add_prompt_logprobs(self, client: int, handle: RequestHandle, logprobs: Logprobs) -> None:
         """Add log-probabilities of a prompt's next tokens."""
         self._of(client).prompt_logprobs.append((handle, logprobs))
+
+    def add_vector(self, client: int, handle: RequestHandle, values: Float32Column) -> None:
+        """Add a prompt's vector."""
+        self._of(client).vectors.append((handle, values))
 
     def add_start(self, client: int, start: RequestStart) -> None:
         """Add a choice that started."""

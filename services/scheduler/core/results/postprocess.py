@@ -60,8 +60,8 @@ class Postprocessor:
         self._step_deadline.on_result(now)
         record = self._running.pop_record()
         outputs = OutputsByClient()
-        if result.prompt_logprobs:
-            self._deliver_prompt_logprobs(result, outputs)
+        if result.prompt_logprobs or result.vectors:
+            self._deliver_of_prompts(result, outputs)
         rows = RowTokens.of_result(result, record.row_slots, self._slots.num_draft_tokens)
         failed: list[Sequence] = []
         if self._slots.num_ended or result.not_finite_rows.size or result.failed_grammar_rows.size:
@@ -150,8 +150,12 @@ class Postprocessor:
         is_usable &= rows.counts > 0
         return rows, failed
 
-    def _deliver_prompt_logprobs(self, result: StepResult, outputs: OutputsByClient) -> None:
-        """Deliver what the client does not have yet."""
+    def _deliver_of_prompts(self, result: StepResult, outputs: OutputsByClient) -> None:
+        """Deliver what the client does not have yet of a prompt's log-probabilities, and vectors."""
+        for slot, values in result.vectors:
+            seq = self._slots.sequence_at(Slot(slot))
+            if self._slots.live[slot]:
+                outputs.add_vector(seq.client, seq.handle, values)
         for slot, logprobs in result.prompt_logprobs:
             seq = self._slots.sequence_at(Slot(slot))
             news = logprobs.after(seq.last_prompt_logprob)

@@ -38,6 +38,8 @@ def validate_result(result: StepResult, record: StepRecord, slots: SlotTable, lo
         problem = _find_bad_logprobs(result.logprobs, result.token_ids, logits_width)
     if problem is None and result.prompt_logprobs:
         problem = _find_bad_prompt_logprobs(result, record, slots, logits_width)
+    if problem is None and result.vectors:
+        problem = _find_bad_vectors(result, record, slots)
     if problem is None and (result.counts is not None or slots.num_draft_tokens):
         rows = RowTokens.of_result(result, record.row_slots, slots.num_draft_tokens)
         problem = rows.find_bad_counts(slots, result.not_finite_rows)
@@ -69,6 +71,20 @@ def _find_bad_prompt_logprobs(
             fault = _find_bad_positions(logprobs, np.frombuffer(seq.token_bytes, TOKEN_DTYPE), last_delivered)
         if fault is not None:
             return fault
+    return None
+
+
+def _find_bad_vectors(result: StepResult, record: StepRecord, slots: SlotTable) -> str | None:
+    ended = set(record.row_slots.tolist())
+    for slot, values in result.vectors:
+        if slot not in ended:
+            return "a vector of a prompt that does not end with the step"
+        ended.remove(slot)
+        options = slots.sequence_at(Slot(slot)).params.options
+        if options is None or options.pooling is None:
+            return "a vector of a prompt whose request does not ask for one"
+        if not len(values):
+            return "a vector without values"
     return None
 
 

@@ -169,6 +169,8 @@ class DecoderModel(CausalLM):
     mtp: MtpLayers | None = None
     """Set by a family that includes such layers in `kv_layers`."""
 
+    _head: Callable[[Tensor], Tensor]
+
     def __init__(
         self,
         shard: Shard,
@@ -179,7 +181,7 @@ class DecoderModel(CausalLM):
         kv_layers: Sequence[LayerCache],
         states: StateSpec = NO_STATES,
     ) -> None:
-        """Load embedding, final norm and head around the layers.
+        """Load embedding, final norm and head, if the shard has one, around the layers.
 
         Args:
             rotaries: Each layer's rotation; `mtp`'s layers have the last one.
@@ -197,9 +199,13 @@ class DecoderModel(CausalLM):
         parts = shard.parts("vocab_size", config.vocab_size)
         part = parts[shard.tp.rank]
         shape = config.vocab_size, config.hidden_size
-        embedding, head = load_ends(shard, shape, part, is_tied=config.tie_embeddings)
+        if shard.has_head:
+            embedding, head = load_ends(shard, shape, part, is_tied=config.tie_embeddings)
+            self._head = Head(head, parts, shard.tp)
+        else:
+            embedding = load_embedding(shard, shape, part)
+            self._head = _sums
         self.embedding = Embedding(embedding, part, shard.tp)
-        self._head = Head(head, parts, shard.tp)
         self.rotary = rotaries[-1]
         self.has_long_factors = any(rotary.has_long_factors for rotary in rotaries)
         self._rotaries = list(dict.fromkeys(rotaries))
@@ -228,6 +234,17 @@ class DecoderModel(CausalLM):
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self._head(hidden).float()
+
+
+def load_embedding(shard: Shard, shape: tuple[int, int], part: Part, name: str = _EMBEDDING) -> EmbeddingKernel:
+    """This rank's part of the embedding alone; see `load_ends`."""
+    weights = shard.weights
+    return shard.ops.prepare_embedding(weights.embedding(name, shape, rows=part.run), weights.dtype)
+
+
+def _sums(hidden: Tensor) -> Tensor:
+    """Logits [T, 1] in the place of a head's: only token 0 can be drawn, and they are finite where `hidden` is."""
+    return hidden.float().sum(1, keepdim=True)
 
 
 def load_ends(
@@ -262,7 +279,7 @@ def load_ends(
         has_only_head = f"{last}.weight" in weights and f"{first}.weight" not in weights
         tied = weights.head(last if has_only_head else first, shape, rows=part.run)
         return shard.ops.prepare_tied(tied, weights.dtype)
-    embedding = shard.ops.prepare_embedding(weights.embedding(first, shape, rows=part.run), weights.dtype)
+    embedding = load_embedding(shard, shape, part, first)
     return embedding, shard.ops.prepare_head(weights.head(last, shape, rows=part.run), weights.dtype)
 
 

@@ -61,19 +61,25 @@ def build_model_runner(
         ops.quantize_activations()
     parallel = make_parallel(layout, rendezvous, is_exact=ops.is_exact, device=device.type)
     with_mtp = settings.draft_proposer == "mtp"
-    quantization = choose_quantization(settings.quantization, ops)
+    quantization = choose_quantization(settings.quantization, ops, task=settings.task)
     dtype = choose_dtype(settings.dtype, ops)
     stored = choose_kv_dtype(settings.kv_cache_dtype, dtype, ops)
-    context = ContextLimit(settings.context_limit)
-    seed, packed = settings.weights_seed, settings.packed_weights
     options = LoadOptions(
-        with_mtp, seed, device, quantization, stored, context, implementation=settings.model_impl, packed=packed
+        with_mtp,
+        settings.weights_seed,
+        device,
+        quantization,
+        stored,
+        _choose_context(settings),
+        implementation=settings.model_impl,
+        packed=settings.packed_weights,
+        task=settings.task,
     )
     plan = plan_model(settings.model_dir, ops, dtype, options=options, parallel=parallel)
     check_plan(settings, plan)
     check_drafting(settings, plan, ops, parallel=parallel)
-    # What torch computes between our kernels is not in a capture.
-    is_eager = settings.enforce_eager or plan.model.implementation == "transformers"
+    # What torch computes between our kernels is not in a capture, and a model that embeds decodes nothing.
+    is_eager = settings.enforce_eager or plan.model.implementation == "transformers" or settings.task == "embed"
     capture = None if is_eager else ops.make_capture(device, plan.model.kv_cache_spec.layers)
     graphs = None if capture is None else GraphSettings(capture, settings.graph_batch_sizes or capture.batch_sizes)
     common_sizes = graphs.batch_sizes if graphs is not None and graphs.capture.holds_collectives else ()
@@ -99,3 +105,16 @@ def build_model_runner(
     memory_gib = settings.kv_cache_memory_gib or _DEFAULT_MEMORY_GIB
     size = KvCacheSize(int(memory_gib * _GIB), settings.kv_cache_num_blocks, measure)
     return ModelRunner(loaded, ops, size, drafting=drafting, layout=layout, execution=Execution(graphs))
+
+
+def _choose_context(settings: WorkerSettings) -> ContextLimit:
+    """The context of the settings, or else the one that a recipe for vectors gives to the model.
+
+    Raises:
+        ModelDirectoryError: as from `WorkerSettings.read_recipe`.
+    """
+    recipe = settings.read_recipe()
+    if settings.context_limit is not None or recipe is None or recipe.max_tokens is None:
+        return ContextLimit(settings.context_limit)
+    # A sequence is a prompt and one more token.
+    return ContextLimit(recipe.max_tokens + 1, may_exceed_model=True)

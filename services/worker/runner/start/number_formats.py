@@ -15,6 +15,7 @@ from services.worker.ops import Ops
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.parallel.communicator import Communicator, Parallel
 from services.worker.runner.start.faster_kernels import library_versions
+from shared.model_files.embedders import Task
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +40,15 @@ def choose_dtype(setting: str, ops: Ops) -> torch.dtype:
     return dtype
 
 
-def choose_quantization(setting: str, ops: Ops) -> MatrixFormat | None:
+def choose_quantization(setting: str, ops: Ops, *, task: Task = "generate") -> MatrixFormat | None:
     """Resolve the setting `quantization`; None means that nothing is quantised.
+
+    Vectors must equal those that an index has of the model as published, so for these nothing is by default.
 
     Raises:
         DeviceError: the backend has no kernels for the format.
     """
-    if setting == "none":
+    if setting == "none" or (setting == "auto" and task == "embed"):
         return None
     if setting == "auto":
         return ops.automatic_quantization
@@ -86,6 +89,8 @@ def check_ranks_agree(
     device = plan.options.device
     choice = f"--dtype {_name(plan.model.dtype)}, {_quantization_flag(plan)}, {_kv_flag(plan)}"
     choice += f", --activation-quantization {activations}"
+    if plan.options.task != "generate":
+        choice += f", --task {plan.options.task}"
     if not _is_common(choice, ranks, device):
         raise DeviceError(f"ranks differ in their formats: rank {ranks.rank} computes with {choice}")
     context = plan.model.context_length

@@ -75,6 +75,7 @@ class PendingStep:
             if step_input.row_numbers is not None:
                 sampled = sampled.of_some(step_input.row_numbers, step_input.num_result_rows)
             prompts = [(each.slot, make_logprobs(_take(arrays, 3), each.indexes)) for each in results.prompts]
+            vectors = () if results.vectors is None else zip(results.vectors.slots, next(arrays), strict=True)
             not_finite = _NO_TOKENS if results.not_finite_saves is None else next(arrays).nonzero()[0].astype(np.int32)
             result = StepResult(
                 epoch=step.epoch,
@@ -88,6 +89,7 @@ class PendingStep:
                 logprobs=sampled.logprobs,
                 prompt_logprobs=tuple(prompts),
                 not_finite_saves=not_finite,
+                vectors=tuple(vectors),
             )
         self.rank.progress.advance_step()
         self.rank.totals.add(step, num_tokens=step_input.num_tokens, device_time_us=self._device_time_us)

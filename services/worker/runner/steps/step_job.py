@@ -12,6 +12,7 @@ from torch import Tensor
 from services.worker.batch.step_input import StepInput, StepTokens
 from services.worker.forward.forward_context import DpMetadata
 from services.worker.forward.staging import Staging
+from services.worker.runner.pooling import PromptVectors
 from services.worker.runner.prompt_logprobs import PromptScores
 from services.worker.sampling.logprobs import ScoreTensors
 from services.worker.sampling.row_options import RowOptions, ScoredPlaces
@@ -75,13 +76,16 @@ class JobResults:
     failed_rows: npt.NDArray[np.int64] | None = None
     """Rows with a grammar that could not be followed; None if none has one."""
     prompts: tuple[PromptScores, ...] = ()
+    vectors: PromptVectors | None = None
+    """None if no prompt with a vector ends here."""
     not_finite_saves: Tensor | None = None
     """[num_saves] int32, 1 for a saved state that is not finite; None without saves."""
 
     def tensors(self) -> list[Tensor]:
         """All of them, in the order in which `PendingStep` reads them."""
         prompts = (tensor for prompt in self.prompts for tensor in prompt.scores)
-        optional = (self.drawn, self.counts, *(self.scores or ()), *prompts, self.not_finite_saves)
+        vectors = None if self.vectors is None else self.vectors.values
+        optional = (self.drawn, self.counts, *(self.scores or ()), *prompts, vectors, self.not_finite_saves)
         return [tensor for tensor in optional if tensor is not None]
 
 

@@ -27,6 +27,7 @@ from services.worker.forward.state_cache import spare_slots
 from services.worker.ops import DecodeRows
 from services.worker.runner.graphs.draft_graphs import DraftGraphs
 from services.worker.runner.graphs.step_graphs import StepGraphs
+from services.worker.runner.pooling import PromptPooler
 from services.worker.runner.prompt_logprobs import PromptScorer
 from services.worker.runner.rank import Rank
 from services.worker.runner.steps.step_job import Draw, DrawnRows, StepJob
@@ -67,6 +68,7 @@ class StepWork:
         self._query_starts = torch.arange(columns.num_slots + 1, dtype=torch.int32, device=rank.device)
         self._sampler = Sampler(rank.ops, rank.device)
         self._prompt_scorer = PromptScorer(rank.ops, rank.model.compute_logits)
+        self._prompt_pooler = PromptPooler()
 
     def arrays(self, job: StepJob) -> HostArrays:
         """What the device needs for a step and does not have. Called once per step, in order."""
@@ -122,6 +124,8 @@ class StepWork:
             hidden, positions = self._compute_tokens(job, arrays), arrays["row_positions"]
             if job.step_input.scored_chunks:
                 self._score(job, hidden)
+            if job.step_input.pooled_chunks:
+                job.results.vectors = self._prompt_pooler.pool(job.step_input.pooled_chunks, hidden)
             if len(hidden) and not len(job.step_input.slots) and not job.dp.num_tokens_across_dp:
                 # A dummy that serves no other rank shows whether this one can compute, to the end.
                 self._logits(hidden[-1:], None)

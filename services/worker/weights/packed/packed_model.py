@@ -64,6 +64,8 @@ class Wanted:
     parallel: Parallel
     code: str = ""
     """See `CausalLM`: what reads them, and in which order."""
+    task: str = "generate"
+    """What the model is served for."""
 
 
 class PackedModel:
@@ -89,6 +91,7 @@ class PackedModel:
             "quantization": "none" if wanted.quantization is None else wanted.quantization.value,
             "tp": f"{wanted.parallel.tp.rank}/{wanted.parallel.tp.size}",
             "code": wanted.code or "lockstep",
+            "task": wanted.task,
             "ep": "none" if wanted.parallel.ep is None else f"{wanted.parallel.ep.rank}/{wanted.parallel.ep.size}",
         }
         parts = (

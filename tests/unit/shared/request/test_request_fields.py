@@ -123,9 +123,9 @@ def test_every_option_is_read() -> None:
         allowed_token_ids=(4, 9),
         logprob_token_ids=(8, 2, 8),
     )
-    # A form of the output becomes these.
+    # A form of the output becomes the first three; vectors are asked for by a message of their own.
     assert params.options is not None
-    assert unset_options(params.options) == {"grammar", "reasoning_begin", "reasoning_end"}
+    assert unset_options(params.options) == {"grammar", "reasoning_begin", "reasoning_end", "pooling"}
 
 
 def test_options_that_change_nothing_are_none() -> None:

@@ -15,7 +15,7 @@ from services.scheduler.core.batch.step import ScheduledBatch, Step
 from shared.errors import StepMismatchError
 from shared.ids import Slot
 from shared.request.sampling_codec import decode_options
-from shared.request.sampling_params import SamplingOptions, SamplingParams
+from shared.request.sampling_params import Pooling, SamplingOptions, SamplingParams
 from shared.step.codec import encode_result, encode_step, parse_result, parse_step
 from shared.step.logprobs import Logprobs
 from shared.step.step import EnteringSequence, PrefillChunk, StepKind, StepResult
@@ -38,6 +38,7 @@ EVERY_OPTION = SamplingOptions(
     reasoning_end=(9, 10),
     allowed_token_ids=(2, 5),
     logprob_token_ids=(9, 3, 9),
+    pooling=Pooling.MEAN,
 )
 EVERY_FIELD = EnteringSequence(
     PrefillChunk(Slot(2), pack([1, 2]), 3),
@@ -263,6 +264,7 @@ RARE = {
     "prompt_logprobs",
     "failed_grammar_rows",
     "not_finite_saves",
+    "vectors",
 }
 
 
