@@ -7,6 +7,8 @@ from shared.errors import RequestTooLargeError
 MAX_TEXT_BYTES = 3 * 1024 * 1024
 MAX_ITEMS = 1000
 """The most documents or prompts of a `Score` call."""
+MAX_INPUTS = 2048
+"""The most texts of an `Embed` call."""
 MAX_CHOICE_TEXTS = 1024
 """The most texts of which an answer is to be one."""
 

@@ -21,6 +21,7 @@ CLIENT_METHODS = frozenset(
         "/lockstep.v1.TokenizerService/Generate",
         "/lockstep.v1.TokenizerService/Complete",
         "/lockstep.v1.TokenizerService/Score",
+        "/lockstep.v1.TokenizerService/Embed",
         "/lockstep.v1.TokenizerService/Tokenize",
         "/lockstep.v1.TokenizerService/Detokenize",
         "/lockstep.v1.TokenizerService/RenderChat",

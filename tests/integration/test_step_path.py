@@ -8,12 +8,12 @@ from tests.support.tables.step_path import Touched, measure
 
 # What `python -m tests.support.tables.step_path` prints. `--list` names the functions.
 _NUM_FUNCTIONS = {
-    "RPC to queue": 213,
-    "plan to forward": 185,
+    "RPC to queue": 214,
+    "plan to forward": 186,
     "forward itself": 33,
     "forward to result": 85,
     "result to text": 152,
-    "HTTP to queue": 288,
+    "HTTP to queue": 289,
     "result to HTTP": 190,
     "decode: scheduler": 84,
     "decode: worker": 142,

@@ -29,6 +29,7 @@ from services.tokenizer.replies.parts import ReasoningPart, ReplyPart, TextPart
 from services.tokenizer.tracing.choice_times import ChoiceTimes
 from shared.errors import InternalError, ServiceError
 from shared.network.statuses import StatusError
+from shared.step.columns import Float32Column
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +150,8 @@ class Extras:
     """None unless requested."""
     times: ChoiceTimes | None = None
     """None unless the request is traced."""
+    vectors: dict[int, Float32Column] | None = None
+    """Where the vector goes, by the prompt's index; None unless requested."""
 
 
 PLAIN = Extras()
@@ -254,6 +257,11 @@ class Choice:
         if not self.has_news:
             self.has_news = True
             self._generation.on_news(self)
+
+    def receive_vector(self, values: Float32Column) -> None:
+        """Take the prompt's vector; dropped unless requested."""
+        if self._extras.vectors is not None and not self.is_over:
+            self._extras.vectors[self._prompt] = values
 
     def fail(self, error: ServiceError) -> None:
         """End the whole call; what was received before is still sent."""

@@ -27,7 +27,9 @@ _TOKEN_BOUNDS = tuple(digit * 10**power for power in range(6) for digit in (1, 2
 
 CANCELLED = "CANCELLED"
 """The reason of a failure that is the client's wish."""
-_COUNTED_METHODS = frozenset(f"/lockstep.v1.TokenizerService/{name}" for name in ("Generate", "Complete", "Score"))
+_COUNTED_METHODS = frozenset(
+    f"/lockstep.v1.TokenizerService/{name}" for name in ("Generate", "Complete", "Score", "Embed")
+)
 _OF_HTTP = ("REQUEST_TIMEOUT", "UNSUPPORTED_MEDIA_TYPE")
 """Reasons that only the HTTP API has: a body that does not arrive in time, or in no form that is read."""
 OTHER = "OTHER"

@@ -16,6 +16,7 @@ from services.tokenizer.exchange.exchange_codec import (
     read_prompt_logprobs,
     read_row_logprobs,
     read_rows,
+    read_vector,
 )
 from services.tokenizer.exchange.request_ledger import RequestLedger
 from services.tokenizer.exchange.scheduler_stream import SchedulerStream
@@ -200,8 +201,8 @@ class CellRequests:
                 self._choices[handle].resumed(resume.num_resumes)
         if outputs.starts:
             self._begin_each(outputs.starts)
-        if outputs.prompt_logprobs:
-            self._receive_prompt_logprobs(outputs.prompt_logprobs)
+        if outputs.prompt_logprobs or outputs.vectors:
+            self._receive_of_prompts(outputs)
         handle_to_logprobs = read_row_logprobs(outputs) if outputs.HasField("logprobs") else {}
         ends = {RequestHandle(end.handle): end for end in outputs.ends}
         receive, number, choices = self._ledger.receive, self._stream_number, self._choices
@@ -250,8 +251,12 @@ class CellRequests:
                 prefill_s = 1e-6 * start.prefill_time_us if start.HasField("prefill_time_us") else None
                 self._choices[handle].begin(start.num_cached_tokens, queue_s, prefill_s)
 
-    def _receive_prompt_logprobs(self, messages: Iterable[exchange_pb2.PromptLogprobs]) -> None:
-        for message in messages:
+    def _receive_of_prompts(self, outputs: exchange_pb2.Outputs) -> None:
+        """Take what is known of prompts, before the choices' ends, which may be in the same message."""
+        for vector in outputs.vectors:
+            if (choice := self._choices.get(RequestHandle(vector.handle))) is not None:
+                choice.receive_vector(read_vector(vector))
+        for message in outputs.prompt_logprobs:
             logprobs = read_prompt_logprobs(message.logprobs)
             handle, first_position = RequestHandle(message.handle), int(logprobs.indexes[0])
             num_new = self._ledger.receive_prompt(self._stream_number, handle, first_position, len(logprobs))

@@ -17,6 +17,7 @@ from services.tokenizer.request.resolved_request import ResolvedRequest
 from shared.ids import RequestHandle
 from shared.request.limits import TOKEN_DTYPE
 from shared.request.sampling_codec import encode_options
+from shared.step.columns import Float32Column, decode_floats
 from shared.step.logprobs_codec import decode_logprobs
 from shared.tenants.tenant import DEFAULT_TENANT, Tenant
 
@@ -125,6 +126,14 @@ def read_prompt_logprobs(message: sampling_pb2.Logprobs) -> LogprobColumns:
     if not len(logprobs) or logprobs.indexes[-1] - logprobs.indexes[0] != len(logprobs) - 1:
         raise ExchangeError("log-probabilities are missing")
     return logprobs
+
+
+def read_vector(message: exchange_pb2.PromptVector) -> Float32Column:
+    """A prompt's vector; raises ExchangeError if it is no column of floats."""
+    try:
+        return decode_floats(message.values)
+    except ValueError as error:
+        raise ExchangeError("the size of a vector is not a multiple of 4 bytes") from error
 
 
 def _encode_tenant(tenant: Tenant) -> exchange_pb2.Tenant:

@@ -28,6 +28,8 @@ class LinkedCell:
     """How long a restart of its workers takes; None if it does not say."""
     implementation: str
     """Whose code computes the model; empty if its workers do not say."""
+    embeds: bool
+    """Whether the model makes vectors, and nothing else."""
 
 
 def decode_cell_info(info: exchange_pb2.CellInfo) -> LinkedCell:
@@ -42,4 +44,5 @@ def decode_cell_info(info: exchange_pb2.CellInfo) -> LinkedCell:
         read_introduction(info.introduction),
         info.worker_start_time.ToMilliseconds() / 1e3 if info.HasField("worker_start_time") else None,
         info.implementation,
+        info.task == "embed",
     )

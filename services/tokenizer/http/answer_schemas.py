@@ -213,6 +213,22 @@ ANSWERS: dict[str, Schema] = {
     ),
     "Scores": _SCORES,
     "Ranks": _RANKS,
+    "Embeddings": _object(
+        {
+            "object": _one_of("list"),
+            "data": _list(
+                _object(
+                    {
+                        "object": _one_of("embedding"),
+                        "index": COUNT,
+                        "embedding": {"anyOf": [_list(NUMBER), TEXT]},
+                    }
+                )
+            ),
+            "model": TEXT,
+            "usage": _object({"prompt_tokens": COUNT, "total_tokens": COUNT}, {"prompt_tokens_details": {}}),
+        }
+    ),
     "DecodedTokens": _object({"prompt": TEXT}),
     "Model": _MODEL,
     "Models": _object({"object": _one_of("list"), "data": _list(_MODEL)}),

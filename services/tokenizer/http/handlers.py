@@ -24,15 +24,17 @@ from services.tokenizer.http.connections.access import Access
 from services.tokenizer.http.connections.bodies import read_body
 from services.tokenizer.http.connections.boundary import REQUEST_ID, log_facts
 from services.tokenizer.http.connections.clients import CLIENT
+from services.tokenizer.http.embeddings.requests import EmbeddingRequest
 from services.tokenizer.http.errors import any_error
 from services.tokenizer.http.fields.api_request import ApiRequest
 from services.tokenizer.http.fields.fields import ignored_header
 from services.tokenizer.http.openai.token_requests import DetokenizeRequest, EncodingRequest
 from services.tokenizer.http.page.files import Page
 from services.tokenizer.http.refusals import HttpError, invalid_field
-from services.tokenizer.http.scores.answers import rating_value
 from services.tokenizer.http.scores.requests import RatingRequest
 from services.tokenizer.json.json_values import JsonObject
+from services.tokenizer.request.large_messages import checked
+from services.tokenizer.server.embed import EmbedCall
 from services.tokenizer.server.generate import CallTerms
 from services.tokenizer.server.score import ScoreCall
 from services.tokenizer.tracing.request_trace import traced
@@ -51,11 +53,18 @@ class Reader(Protocol):
         """Read a request, which the cell knows by `request_id`; raises `HttpError`. See `read_request`."""
 
 
-class RatingReader(Protocol):
-    """Reads the requests of a route that scores or ranks."""
+class ItemsReader(Protocol):
+    """Reads the requests of a route whose answer is one for each item: scores, ranks or vectors."""
 
-    def __call__(self, value: JsonObject, request_id: str, *, is_lenient: bool) -> RatingRequest:
+    def __call__(self, value: JsonObject, request_id: str, *, is_lenient: bool) -> RatingRequest | EmbeddingRequest:
         """Read a request, which the cell knows by `request_id`; raises `HttpError`. See `read_request`."""
+
+
+class ValueOf(Protocol):
+    """Makes the JSON of an answer."""
+
+    def __call__(self, asked: Any, response: Any, model: str, /) -> Any:
+        """The answer to `asked`; `model` is the name that answers have."""
 
 
 class TokensReader(Protocol[ReadT_co]):
@@ -101,8 +110,10 @@ class Handlers:
                 # Here the fields have the names of this API.
                 raise any_error(error, api.names) from None
 
-    async def rate(self, request: web.Request, *, read: RatingReader) -> web.StreamResponse:
-        """Score or rank documents."""
+    async def items(
+        self, request: web.Request, *, read: ItemsReader, make_call: type[ScoreCall | EmbedCall], value_of: ValueOf
+    ) -> web.StreamResponse:
+        """Have the cell compute many items, each alone."""
         backend = self._backend
         try:
             asked = await read_body(
@@ -114,15 +125,17 @@ class Handlers:
             backend.totals.count_failure(reason)
             raise
         terms = CallTerms(read_time_left(asked.timeout_s), facts=log_facts(request), client=request[CLIENT])
-        call = ScoreCall(backend.model, backend.scheduler, backend.live, totals=backend.totals)
+        call: Any = make_call(backend.model, backend.scheduler, backend.live, totals=backend.totals)
         try:
             async with asyncio.timeout(asked.timeout_s):
-                ratings = await call.serve(asked.message, terms)
+                response = await call.serve(asked.message, terms)
+                make = partial(value_of, asked, response, backend.model_names[0])
+                value = await checked(backend.model.checking, response, make)
         except TimeoutError:
             raise DeadlinePassedError("the request took longer than timeout_s") from None
         except Exception as error:  # noqa: BLE001 - this is the HTTP boundary
             raise any_error(error, asked.names) from None
-        answer = _json(rating_value(asked, ratings, backend.model_names[0]))
+        answer = _json(value)
         answer.headers.update(ignored_header(asked.ignored))
         return answer
 

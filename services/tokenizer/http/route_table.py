@@ -16,6 +16,8 @@ from services.tokenizer.http.anthropic.events import ID_PREFIX, PING, MessageAns
 from services.tokenizer.http.anthropic.request import read_count_request, read_messages_request
 from services.tokenizer.http.calls import AnswerForm
 from services.tokenizer.http.connections.clients import Audience
+from services.tokenizer.http.embeddings.answers import embedding_value
+from services.tokenizer.http.embeddings.requests import read_embedding_request
 from services.tokenizer.http.handlers import Handlers
 from services.tokenizer.http.openai.chat_request import read_chat_request
 from services.tokenizer.http.openai.choice_forms import ChatChoiceForm, CompletionChoiceForm
@@ -25,8 +27,11 @@ from services.tokenizer.http.openai.whole_answers import MergedAnswer, chat_answ
 from services.tokenizer.http.openai_responses.events import ResponseEvents, ResponseObject
 from services.tokenizer.http.openai_responses.request import read_response_request
 from services.tokenizer.http.page.files import PAGE_FILES
+from services.tokenizer.http.scores.answers import rating_value
 from services.tokenizer.http.scores.requests import read_rerank_request, read_score_request
 from services.tokenizer.http.streams.pieces import Pieces
+from services.tokenizer.server.embed import EmbedCall
+from services.tokenizer.server.score import ScoreCall
 from services.tokenizer.tracing.request_trace import TEXT_COMPLETION
 
 CHAT = AnswerForm(
@@ -83,7 +88,11 @@ class Route:
     @property
     def is_counted(self) -> bool:
         """Whether the metrics count what becomes of its requests: the cell computes the answers."""
-        return self.is_streamed or self.handle is Handlers.rate
+        return self.is_streamed or self.handle in (_RATE, _EMBED)
+
+
+_RATE = partial(Handlers.items, make_call=ScoreCall, value_of=rating_value)
+_EMBED = partial(Handlers.items, make_call=EmbedCall, value_of=embedding_value)
 
 
 def _generation(path: str, form: AnswerForm, read: Callable[..., Any], summary: str, answer: str) -> Route:
@@ -98,12 +107,13 @@ def _question(
 
 
 def _rating(path: str, read: Callable[..., Any], summary: str, answer: str, note: str) -> Route:
-    return Route("POST", path, Handlers.rate, summary, read, answer, errors=_GENERATION_ERRORS, note=note)
+    return Route("POST", path, _RATE, summary, read, answer, errors=_GENERATION_ERRORS, note=note)
 
 
 _AS_IN_VLLM = "as in vLLM"
 _SCORES = "by vLLM's fields or SGLang's; [scores](#scores-over-http)"
 _RANKS = "by Jina's and Cohere's fields or TEI's; [scores](#scores-over-http)"
+_VECTORS = "by OpenAI's fields, where the cell [serves vectors](#vectors-over-http)"
 _LENGTH = "with `max_model_len`, by each `--served-model-name`"
 
 ROUTES = (
@@ -148,6 +158,16 @@ ROUTES = (
     *(
         _rating(path, read_rerank_request, "Rank documents by how well they fit a query", "Ranks", _RANKS)
         for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+    ),
+    Route(
+        "POST",
+        "/v1/embeddings",
+        _EMBED,
+        "Make vectors of texts by the model's recipe",
+        read_embedding_request,
+        "Embeddings",
+        errors=_GENERATION_ERRORS,
+        note=_VECTORS,
     ),
     Route("GET", "/v1/models", Handlers.models, "List the model's names", answer="Models", errors=(503,), note=_LENGTH),
     Route(
@@ -218,7 +238,6 @@ ROUTES = (
 
 # Other parts of OpenAI's, Anthropic's, vLLM's, llama.cpp's and Ollama's APIs, which are refused by name.
 NOT_SUPPORTED = (
-    "/v1/embeddings",
     "/v1/messages/batches",
     "/v1/images/generations",
     "/v1/images/edits",

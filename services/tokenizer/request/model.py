@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from services.tokenizer.chat.chat_template import load_chat_template
 from services.tokenizer.chat.template_renderer import RendererMaker, TemplateRenderer
 from services.tokenizer.config import TokenizerSettings
 from services.tokenizer.grammar.grammar_child import TrialLimits
 from services.tokenizer.grammar.structured_output import FormCompiler
+from services.tokenizer.request.embed_checks import Vectors
 from services.tokenizer.request.model_checks import can_compile_grammars, warn_of_unknown_tokens
 from services.tokenizer.request.prompts import PromptEncoder
 from services.tokenizer.request.reply_parsers import ReplyParsers, lacks_tools, load_reply_parsers
@@ -20,7 +24,16 @@ from services.tokenizer.text.detokenizer import TokenTexts, make_token_texts
 from services.tokenizer.text.encoder import Encoder
 from services.tokenizer.text.encoding_pools import EncodingPool
 from services.tokenizer.text.model_tokenizer import load_tokenizer
-from shared.model_files.model_dir import CONFIG, architectures_of, digest_of, is_multimodal, read_config, read_file
+from shared.model_files.model_dir import (
+    CONFIG,
+    ModelDirectoryError,
+    architectures_of,
+    digest_of,
+    is_multimodal,
+    read_config,
+    read_file,
+)
+from shared.model_files.sentence_files import read_vector_recipe
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +54,8 @@ class ServedModel:
     """Whether the model could also read images, video or sound."""
     scores: Scores
     """What pairs are rated by."""
+    vectors: Vectors
+    """What texts become, where the cell makes vectors."""
     checking: EncodingPool
     """The thread in which large messages are checked, and grammars of replies are written."""
 
@@ -117,6 +132,20 @@ def load_model(settings: TokenizerSettings, *, make_renderer: RendererMaker = Te
         vocabulary.longest_bytes,
         serves_text_only,
         scores,
+        _find_vectors(settings.model_dir, config),
         # One: what it does takes the interpreter from the event loop.
         EncodingPool(1, "check"),
     )
+
+
+def _find_vectors(model_dir: Path, config: Mapping[str, Any]) -> Vectors:
+    """What the directory's files say; nothing is wrong with a chat model that has none."""
+    size = config.get("hidden_size")
+    try:
+        recipe = read_vector_recipe(model_dir)
+    except ModelDirectoryError:
+        # Workers that embed say what is wrong: they read the same files.
+        recipe = None
+    if recipe is None or type(size) is not int:
+        return Vectors(None, "the model's directory has no recipe that makes vectors")
+    return Vectors(recipe, size=size)

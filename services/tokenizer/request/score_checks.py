@@ -7,24 +7,16 @@ from collections.abc import Iterator
 import numpy as np
 
 from lockstep.v1 import common_pb2, tokenizer_pb2
-from services.tokenizer.request.checks import AnswerForm, CheckedRequest, Prompt, check_prompt_list, text_bytes
+from services.tokenizer.request.checks import CheckedRequest, Prompt, check_prompt_list, text_bytes
+from services.tokenizer.request.item_checks import ItemChecks
 from services.tokenizer.scores.recipe import Scores
 from services.tokenizer.text_size import MAX_ITEMS, check_text_bytes
-from shared.errors import InvalidRequestError, ModelNotFoundError, Violation
+from shared.errors import InvalidRequestError, Violation
 from shared.request.limits import ModelLimits, check_token_ids
-from shared.request.request_fields import (
-    raise_violations,
-    read_cache_salt,
-    read_determinism,
-    read_priority,
-    read_request_id,
-    read_sampling,
-)
+from shared.request.request_fields import raise_violations, read_sampling
 from shared.request.sampling_params import MAX_LOGPROBS
 from shared.tenants.client_keys import ANY_CLIENT, Client
 
-# Leaves room for the suffix "-999".
-_MAX_REQUEST_ID = 60
 # What is drawn is not looked at, and must not end the choice without log-probabilities.
 _ONE_TOKEN = common_pb2.SamplingParams(max_tokens=1, temperature=0.0, seed=0, ignore_eos=True)
 
@@ -46,34 +38,13 @@ def check_score(
     client: Client = ANY_CLIENT,
 ) -> CheckedRequest:
     """Check what can be checked before encoding; as `check_request`, and raises as it does."""
-    priority = client.resolve_priority(request.priority)
-    if request.HasField("model") and request.model != model_name:
-        raise ModelNotFoundError.from_name(request.model, [model_name])
-    violations: list[Violation] = []
-    request_id = read_request_id(request.request_id if request.HasField("request_id") else None, violations)
-    if len(request_id) > _MAX_REQUEST_ID:
-        violations.append(Violation("request_id", "OUT_OF_RANGE", f"must have at most {_MAX_REQUEST_ID} characters"))
-    prompts = _check_items(request, scores, limits, violations)
-    violations += _label_violations(request, limits)
-    raise_violations(violations)
+    items = ItemChecks(request, model_name, client, most_items=MAX_ITEMS)
+    prompts = _check_items(request, scores, limits, items.violations)
+    items.violations += _label_violations(request, limits)
+    raise_violations(items.violations)
     sampling = common_pb2.SamplingParams(logprob_token_ids=labels_of(request, scores))
     sampling.MergeFrom(_ONE_TOKEN)
-    checked = CheckedRequest(
-        request_id,
-        prompts,
-        read_sampling(sampling, limits, violations),
-        has_max_tokens=True,
-        n=1,
-        form=AnswerForm(is_raw=True),
-        bad_words=(),
-        structured_output=None,
-        priority=read_priority(priority, violations),
-        cache_salt=read_cache_salt(request.cache_salt, violations),
-        is_exact=read_determinism(request.determinism, violations),
-        tenant=client.tenant,
-    )
-    raise_violations(violations)
-    return checked
+    return items.checked(prompts, read_sampling(sampling, limits, items.violations))
 
 
 def _check_items(

@@ -5,7 +5,6 @@ Nothing is guessed: a model without a recipe rates no pairs, and the chat templa
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +23,11 @@ from shared.model_files.model_dir import (
     CONFIG,
     SENTENCE_CONFIG,
     SENTENCE_MODEL_CONFIG,
-    SENTENCE_MODULES,
     ModelDirectoryError,
-    read_file,
     read_json,
     read_json_if_any,
 )
+from shared.model_files.sentence_files import module_directory, module_kind, read_modules
 
 logger = logging.getLogger(__name__)
 
@@ -232,39 +230,20 @@ def _read_scorer(model_dir: Path) -> _Scorer | None:
     Raises:
         ModelDirectoryError: a file is malformed.
     """
-    modules = _read_modules(model_dir)
-    scorer = next((module for module in modules if _kind(module) == "LogitScore"), None)
+    modules = read_modules(model_dir)
+    scorer = next((module for module in modules if module_kind(module) == "LogitScore"), None)
     if scorer is None:
         return None
-    path = scorer.get("path")
-    # Untrusted: it must not point outside the directory.
-    if not isinstance(path, str) or Path(path).name != path:
-        raise ModelDirectoryError(f"{model_dir / SENTENCE_MODULES}: the path of LogitScore is {path!r}")
-    labels = read_json(model_dir / path, CONFIG)
+    directory = module_directory(model_dir, scorer)
+    labels = read_json(directory, CONFIG)
     first, second = labels.get("true_token_id"), labels.get("false_token_id")
     if not _is_token(first) or not (second is None or _is_token(second)) or first == second:
-        raise ModelDirectoryError(f"{model_dir / path / CONFIG}: its labels are {first!r} and {second!r}")
-    return _Scorer(first, second, {_kind(module) for module in modules} - {"LogitScore", "Transformer"})
+        raise ModelDirectoryError(f"{directory / CONFIG}: its labels are {first!r} and {second!r}")
+    return _Scorer(first, second, {module_kind(module) for module in modules} - {"LogitScore", "Transformer"})
 
 
 def _is_token(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 2**31
-
-
-def _read_modules(model_dir: Path) -> list[dict[str, Any]]:
-    if not (model_dir / SENTENCE_MODULES).exists():
-        return []
-    try:
-        modules = json.loads(read_file(model_dir, SENTENCE_MODULES).decode())
-    except (RecursionError, ValueError) as error:
-        raise ModelDirectoryError(f"{model_dir / SENTENCE_MODULES}: {error}") from error
-    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise ModelDirectoryError(f"{model_dir / SENTENCE_MODULES}: not a list of modules")
-    return modules
-
-
-def _kind(module: Mapping[str, Any]) -> str:
-    return str(module.get("type")).rpartition(".")[2]
 
 
 def _default_prompt(model_dir: Path) -> str:

@@ -28,9 +28,10 @@ from shared.errors import DeadlinePassedError, InternalError, ServiceError
 from shared.ids import RequestHandle
 from shared.network.statuses import StatusError, reason_of
 from shared.network.turns import get_arrived_at
-from shared.request.limits import ModelLimits
+from shared.request.limits import ModelLimits, check_task
 from shared.request.request_fields import check_exactness
 from shared.request.sampling_params import NO_OPTIONS
+from shared.step.columns import Float32Column
 from shared.tenants.client_keys import ANY_CLIENT, Client
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ class CallTerms:
     """None unless the call is traced."""
     max_in_flight: int | None = None
     """How many prompts are in the cell at once, the first of them alone; None means all."""
+    vectors: dict[int, Float32Column] | None = None
+    """Where the prompts' vectors go, by index; None if completions are wanted."""
 
 
 class Check(Protocol):
@@ -115,6 +118,7 @@ class GenerateCall:
         self._client = terms.client
         self._trace = terms.trace
         self._max_in_flight = terms.max_in_flight
+        self._vectors = terms.vectors
         if self._trace is not None:
             self._facts["trace_id"] = self._trace.trace_id
         self._tenant_name = terms.client.tenant.name
@@ -147,6 +151,10 @@ class GenerateCall:
         """Returns the names of the finish reasons."""
         self._live.check_open()
         cell = self._scheduler.cell()
+        named: Any = message
+        # Another model is refused as such.
+        if not named.HasField("model") or named.model == self._model.name:
+            check_task(wants_vector=self._vectors is not None, embeds=cell.embeds)
         defaults = self._defaults(cell.default_sampling)
         work = partial(
             check,
@@ -248,6 +256,7 @@ class GenerateCall:
             None if form.is_empty else self._logprob_queue(options.num_top, len(options.logprob_token_ids)),
             self._logprob_queue(options.num_prompt_logprobs),
             None if self._trace is None else self._trace.add_choice(*place),
+            self._vectors,
         )
         return Choice(
             generation, completion, place=place, num_prompt_tokens=len(prompt.request.prompt_ids), extras=extras

@@ -1,36 +1,21 @@
-"""The course of one `Score` call: a `GenerateCall` for one token of each item, and what becomes of it."""
+"""The course of one `Score` call: one token of each item, and what becomes of it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 from lockstep.v1 import tokenizer_pb2
-from services.tokenizer.answer.request_totals import RequestTotals
-from services.tokenizer.answer.whole_answer import WholeAnswer
-from services.tokenizer.exchange.scheduler_client import SchedulerClient
-from services.tokenizer.request.model import ServedModel
 from services.tokenizer.request.score_checks import check_score, labels_of
-from services.tokenizer.server.generate import CallTerms, GenerateCall
-from services.tokenizer.server.live_requests import LiveRequests
-from shared.tenants.tenant import Tenant
+from services.tokenizer.server.generate import CallTerms
+from services.tokenizer.server.items import MAX_IN_FLIGHT, ItemsCall, request_id_of
 
-MAX_IN_FLIGHT = 32
-"""How many items of a call are in the cell at once: more would fill the queue for all others."""
+__all__ = ["MAX_IN_FLIGHT", "ScoreCall"]
 
 
-class ScoreCall:
+class ScoreCall(ItemsCall):
     """Serves one call."""
-
-    def __init__(
-        self, model: ServedModel, scheduler: SchedulerClient, live: LiveRequests, *, totals: RequestTotals
-    ) -> None:
-        self._model = model
-        self._scheduler = scheduler
-        self._live = live
-        self._totals = totals
 
     async def serve(self, request: tokenizer_pb2.ScoreRequest, terms: CallTerms) -> tokenizer_pb2.ScoreResponse:
         """Rate all items.
@@ -38,26 +23,15 @@ class ScoreCall:
         Raises:
             ServiceError: the request was refused, or an item ended with an error.
         """
-        # 1,000 items are far smaller than a message may be.
-        answer = WholeAnswer(max_bytes=None)
-        terms = replace(terms, max_in_flight=_window(terms.client.tenant))
-        call = GenerateCall(self._model, self._scheduler, self._live, answer, totals=self._totals, terms=terms)
-        await call.serve(request, partial(check_score, scores=self._model.scores))
-        whole = answer.message()
-        first_id = whole.prompts[0].accepted.request_id
+        scores = self.model.scores
+        whole = await self.answer(request, partial(check_score, scores=scores), terms)
         return tokenizer_pb2.ScoreResponse(
             items=_items(whole, over_vocabulary=request.over_vocabulary),
             usage=whole.usage,
-            request_id=first_id if len(whole.prompts) == 1 else first_id.removesuffix("-0"),
-            model=self._model.name,
-            label_token_ids=labels_of(request, self._model.scores),
+            request_id=request_id_of(whole),
+            model=self.model.name,
+            label_token_ids=labels_of(request, scores),
         )
-
-
-def _window(tenant: Tenant) -> int:
-    """How many items may be in the cell at once: not more than the tenant may have there, or have waiting."""
-    limits = (tenant.max_in_flight, tenant.max_waiting_requests)
-    return min([MAX_IN_FLIGHT, *(limit for limit in limits if limit is not None)])
 
 
 def _items(whole: tokenizer_pb2.CompleteResponse, *, over_vocabulary: bool) -> Iterator[tokenizer_pb2.ScoredItem]:

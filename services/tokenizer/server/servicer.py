@@ -15,6 +15,7 @@ from services.tokenizer.exchange.linked_cell import LinkedCell
 from services.tokenizer.exchange.scheduler_client import SchedulerClient
 from services.tokenizer.request.large_messages import checked
 from services.tokenizer.request.model import ServedModel
+from services.tokenizer.server.embed import EmbedCall
 from services.tokenizer.server.generate import CallTerms, GenerateCall, Writer
 from services.tokenizer.server.live_requests import LiveRequests
 from services.tokenizer.server.score import ScoreCall
@@ -83,6 +84,13 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         call = ScoreCall(self._model, self._scheduler, self._live, totals=self._totals)
         return await call.serve(request, CallTerms(read_time_left(context.time_remaining()), client=get_caller()))
 
+    async def Embed(
+        self, request: tokenizer_pb2.EmbedRequest, context: grpc.aio.ServicerContext
+    ) -> tokenizer_pb2.EmbedResponse:
+        """Make vectors of texts."""
+        call = EmbedCall(self._model, self._scheduler, self._live, totals=self._totals)
+        return await call.serve(request, CallTerms(read_time_left(context.time_remaining()), client=get_caller()))
+
     async def Tokenize(
         self, request: tokenizer_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> tokenizer_pb2.TokenizeResponse:
@@ -131,6 +139,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             serves_text_only=self._model.serves_text_only,
             implementation=cell.implementation,
             score_recipe=self._model.scores.name,
+            num_dimensions=self._model.vectors.size if cell.embeds else 0,
         )
 
     async def _generate(

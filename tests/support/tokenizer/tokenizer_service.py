@@ -92,6 +92,7 @@ async def run_tokenizer_service(
     logits_width: int = VOCABULARY_SIZE,
     http_limits: HttpLimits | None = None,
     make_renderer: RendererMaker = make_local_renderer,
+    task: str = "",
     **settings: Any,
 ) -> AsyncIterator[Service]:
     """Run the service and its peers, which have not sent their cell info yet; the service must stop cleanly.
@@ -103,6 +104,7 @@ async def run_tokenizer_service(
         logits_width: That of the peers' cell.
         http_limits: Those of the HTTP API, instead of the settings'.
         make_renderer: Renders chats; by default in the test's process, since one of its own takes a second to start.
+        task: What the peers' cell serves the model for.
         settings: Further settings of the service.
     """
     cell_info = exchange_pb2.CellInfo(
@@ -113,6 +115,7 @@ async def run_tokenizer_service(
         num_pool_tokens=NUM_POOL_TOKENS,
         exact_fingerprint=exact_fingerprint,
         introduction=introduce_self().encode(),
+        task=task,
     )
     peers, addresses, peer_servers = [], [], []
     for number in range(num_schedulers):
@@ -126,16 +129,16 @@ async def run_tokenizer_service(
     service_settings = TokenizerSettings(listen=address, scheduler=tuple(addresses), model_dir=model_dir, **settings)
     stop = StopRequest()
     model = load_model(service_settings, make_renderer=make_renderer)
-    task = asyncio.create_task(serve(service_settings, model, stop, http_limits=http_limits))
+    serving = asyncio.create_task(serve(service_settings, model, stop, http_limits=http_limits))
     async with make_channel(address) as channel:
         stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
         try:
-            yield Service(stub, channel, peers, peer_servers, stop, task, settings.get("http_listen", ""))
+            yield Service(stub, channel, peers, peer_servers, stop, serving, settings.get("http_listen", ""))
         finally:
             # What a test has left in flight is not waited for.
             stop.set()
             stop.is_urgent.set()
-            exit_code = await task
+            exit_code = await serving
             for peer_server in peer_servers:
                 await peer_server.stop(grace=0)
     assert exit_code in {0, ANSWERS_CUT}

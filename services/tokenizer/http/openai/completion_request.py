@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, model_validator
@@ -11,7 +12,8 @@ from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.fields.answer_forms import AnswerForm
 from services.tokenizer.http.fields.api_request import AnswerOptions, ApiRequest
 from services.tokenizer.http.fields.field_names import FieldNames
-from services.tokenizer.http.fields.fields import Count, Several, read_request
+from services.tokenizer.http.fields.fields import Count, read_request
+from services.tokenizer.http.fields.prompt_parts import PromptPart, Prompts, prompt_message, read_prompts
 from services.tokenizer.http.fields.sampling_fields import CommonFields, make_common_message
 from services.tokenizer.http.refusals import invalid_field
 from services.tokenizer.json.json_values import JsonObject
@@ -19,42 +21,13 @@ from services.tokenizer.request.checks import MAX_PROMPTS
 
 DEFAULT_MAX_TOKENS = 16
 
-_ID_LIMIT = 2**32
-
-PromptPart = str | Several[int]
-
-
-def _as_prompts(value: object) -> object:
-    """One prompt or several, as a list. By hand, since a prompt may be a long list of ids."""
-    if isinstance(value, list):
-        value = _with_whole_ids([_with_whole_ids(each) if isinstance(each, list) else each for each in value])
-    if isinstance(value, str) or _is_ids(value):
-        return [value]
-    if isinstance(value, list) and len(value) > MAX_PROMPTS and not isinstance(value[0], int):
-        raise ValueError(f"must have at most {MAX_PROMPTS} prompts")
-    if isinstance(value, list) and all(isinstance(item, str) or _is_ids(item) for item in value):
-        return value
-    raise ValueError("must be a text, a list of token ids, or a list of either")
-
-
-def _with_whole_ids(values: list[object]) -> list[object]:
-    """Numbers such as `5.0` as the integers that they are."""
-    if any(type(each) is float for each in values):
-        return [int(each) if isinstance(each, float) and each.is_integer() else each for each in values]
-    return values
-
-
-def _is_ids(value: object) -> bool:
-    return (
-        isinstance(value, list) and bool(value) and all(type(item) is int and 0 <= item < _ID_LIMIT for item in value)
-    )
-
 
 class CompletionFields(CommonFields):
     """The body."""
 
     prompt: Annotated[
-        Several[PromptPart], BeforeValidator(_as_prompts, json_schema_input_type=PromptPart | list[PromptPart])
+        Prompts,
+        BeforeValidator(partial(read_prompts, most=MAX_PROMPTS), json_schema_input_type=PromptPart | list[PromptPart]),
     ]
     echo: bool | None = None
     logprobs: Count | None = None
@@ -102,11 +75,7 @@ def _set_prompts(message: tokenizer_pb2.GenerateRequest, prompts: list[PromptPar
             message.tokens.token_ids.extend(prompt)
         return
     message.prompts.SetInParent()
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            message.prompts.prompts.add(text=prompt)
-        else:
-            message.prompts.prompts.add(tokens={"token_ids": prompt})
+    message.prompts.prompts.extend(map(prompt_message, prompts))
 
 
 def _options(fields: CompletionFields, form: AnswerForm | None) -> AnswerOptions:

@@ -13,6 +13,7 @@ import msgspec
 from google.protobuf.message import Message
 
 from lockstep.v1 import tokenizer_pb2
+from services.tokenizer.http.embeddings.requests import EmbeddingNames, EmbeddingRequest
 from services.tokenizer.http.fields.api_request import AnswerOptions, ApiRequest
 from services.tokenizer.http.fields.field_names import FieldNames, MessagesNames, ResponsesNames
 from services.tokenizer.http.openai.token_requests import DetokenizeRequest, EncodingRequest
@@ -26,6 +27,8 @@ _KINDS: dict[str, type] = {
         AnswerOptions,
         ApiRequest,
         DetokenizeRequest,
+        EmbeddingNames,
+        EmbeddingRequest,
         EncodingRequest,
         FieldNames,
         MessagesNames,
@@ -38,7 +41,12 @@ _KINDS: dict[str, type] = {
 }
 _MESSAGES: dict[str, type[Message]] = {
     kind.DESCRIPTOR.name: kind
-    for kind in (tokenizer_pb2.GenerateRequest, tokenizer_pb2.Prompt, tokenizer_pb2.ScoreRequest)
+    for kind in (
+        tokenizer_pb2.EmbedRequest,
+        tokenizer_pb2.GenerateRequest,
+        tokenizer_pb2.Prompt,
+        tokenizer_pb2.ScoreRequest,
+    )
 }
 _PLAIN = (bool, int, float, str, bytes, type(None))
 

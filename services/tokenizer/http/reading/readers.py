@@ -14,6 +14,7 @@ from services.tokenizer.http.anthropic.request import (
     read_count_request,
     read_messages_request,
 )
+from services.tokenizer.http.embeddings.requests import EmbeddingFields, read_embedding_request
 from services.tokenizer.http.fields.fields import Fields
 from services.tokenizer.http.openai.chat_request import ChatFields, read_chat_request
 from services.tokenizer.http.openai.completion_request import CompletionFields, read_completion_request
@@ -38,6 +39,7 @@ FIELDS: Mapping[Callable[..., Any], tuple[type[Fields], ...]] = {
     read_completion_request: (CompletionFields,),
     read_count_request: (CountTokensFields,),
     read_detokenize_request: (DetokenizeFields,),
+    read_embedding_request: (EmbeddingFields,),
     read_messages_request: (MessagesFields,),
     read_rerank_request: (RerankFields, TextRerankFields),
     read_response_request: (ResponseFields,),

@@ -19,7 +19,7 @@ from shared.errors import (
     SchedulerLostError,
 )
 from shared.request.sampling_codec import decode_options
-from shared.request.sampling_params import SamplingOptions, SamplingParams
+from shared.request.sampling_params import Pooling, SamplingOptions, SamplingParams
 from shared.wire import NOT_INTRODUCED, introduce_self, read_introduction
 from tests.support.clients.every_option import unset_options
 from tests.support.tokenizer.cell_requests import Requests, Sink
@@ -300,6 +300,7 @@ async def test_every_option_is_sent() -> None:
         reasoning_end=(9, 10),
         allowed_token_ids=(2, 5),
         logprob_token_ids=(7, 1, 7),
+        pooling=Pooling.MEAN,
     )
     assert not unset_options(options)
     request = ResolvedRequest("id", column([9]), SamplingParams(7, options=options))

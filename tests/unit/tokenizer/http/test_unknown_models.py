@@ -29,6 +29,7 @@ FIELDS = {
     "/v1/completions/render": ("prompt",),
     "/tokenize": ("prompt",),
     "/detokenize": ("tokens",),
+    "/v1/embeddings": ("input",),
     **dict.fromkeys(("/v1/score", "/score"), ("text_1", "text_2")),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), ("query", "documents")),
 }

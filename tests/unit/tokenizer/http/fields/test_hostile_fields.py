@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from lockstep.v1 import tokenizer_pb2
 from services.tokenizer.http.anthropic.request import MessagesFields
+from services.tokenizer.http.embeddings.requests import EmbeddingFields, read_embedding_request
 from services.tokenizer.http.errors import http_error
 from services.tokenizer.http.fields.fields import Fields
 from services.tokenizer.http.openai.chat_request import ChatFields, read_chat_request
@@ -26,13 +27,16 @@ from services.tokenizer.http.scores.requests import (
 )
 from services.tokenizer.json.json_values import JsonObject, JsonValue
 from services.tokenizer.request.checks import check_request
+from services.tokenizer.request.embed_checks import Vectors, check_embed
 from services.tokenizer.request.score_checks import check_score
 from services.tokenizer.scores.recipe import Scores
 from shared.errors import ServiceError
+from shared.model_files.sentence_files import VectorRecipe
 from shared.request.limits import ModelLimits
 from tests.support.tokenizer.http_client import MESSAGES
 
 LIMITS = ModelLimits(context_length=256, logits_width=420, num_pool_tokens=200)
+VECTORS = Vectors(VectorRecipe("last", True, {"query": ""}, "", ""), size=8)
 WRONG: list[JsonValue] = [-1.5] * 100
 VALUES: list[Any] = [
     True, 0, -1, 2**32, -(2**70), 1.5, 1e308, -1e308, "", "x", "\0", "x" * 300, [], [[]], [0], [-1], [2**40], ["x"],
@@ -66,6 +70,7 @@ RATINGS: list[tuple[Any, type[Fields], dict[str, Any]]] = [
     (read_score_request, ItemScoreFields, {"query": "a", "items": ["b"], "label_token_ids": [1, 2]}),
     (read_rerank_request, RerankFields, {"query": "a", "documents": ["b"]}),
     (read_rerank_request, TextRerankFields, {"query": "a", "texts": ["b"]}),
+    (read_embedding_request, EmbeddingFields, {"input": "a"}),
 ]
 
 
@@ -82,6 +87,8 @@ def check(read: Any, body: dict[str, Any], name: str) -> None:
         api = read(body, "r")
         if isinstance(api.message, tokenizer_pb2.ScoreRequest):
             check_score(api.message, model_name="tiny", limits=LIMITS, scores=Scores(None, "no recipe"))
+        elif isinstance(api.message, tokenizer_pb2.EmbedRequest):
+            check_embed(api.message, model_name="tiny", limits=LIMITS, vectors=VECTORS)
         else:
             check_request(api.message, model_name="tiny", limits=LIMITS)
     except HttpError as error:

@@ -36,6 +36,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("read_tokenize_request", {"prompt": "x", "return_token_strs": True}),
     ("read_tokenize_request", {"messages": MESSAGES}),
     ("read_detokenize_request", {"tokens": [1, 2**32 - 1]}),
+    ("read_embedding_request", {"input": ["a", [5, 6]], "dimensions": 2, "encoding_format": "base64", "user": "x"}),
     ("read_score_request", {"text_1": ["a", "b"], "text_2": ["c", "d"], "timeout_s": 2, "user": "x"}),
     ("read_score_request", {"query": "a", "items": ["b", "c"], "label_token_ids": [1, 2]}),
     ("read_rerank_request", {"query": "a", "documents": [{"text": "b"}], "top_n": 1}),

@@ -1,0 +1,1 @@
+"""Vectors of texts, in the body of OpenAI's embeddings."""
