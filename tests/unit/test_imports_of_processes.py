@@ -34,6 +34,7 @@ PROCESSES: dict[str, tuple[str, int, Set[str]]] = {
     "lockstep ranks": ("import services.cli.ranks", 525, SETTINGS | {"prometheus_client"}),
     "lockstep generate": ("import services.cli.clients.generate", 315, CLIENT),
     "lockstep rerank": ("import services.cli.clients.rerank", 315, CLIENT),
+    "lockstep embed": ("import services.cli.clients.embed", 315, CLIENT),
     "lockstep chat": ("import services.cli.clients.chat", 350, CLIENT),
     "lockstep top": ("import services.cli.clients.top", 320, CLIENT),
     "lockstep pull": ("import services.cli.hub.pull", 170, set()),
@@ -48,10 +49,10 @@ PROCESSES: dict[str, tuple[str, int, Set[str]]] = {
         695,
         {"google", "kubernetes", "numpy", "pydantic"},
     ),
-    "tokenizer": ("import services.tokenizer.service", 800, SERVICE | {"jinja2", "llguidance", "tokenizers"}),
+    "tokenizer": ("import services.tokenizer.service", 805, SERVICE | {"jinja2", "llguidance", "tokenizers"}),
     "tokenizer with HTTP": (
         "import services.tokenizer.service, services.tokenizer.http.routes, services.tokenizer.http.connections.server",
-        970,
+        980,
         SERVICE | {"aiohttp", "jinja2", "llguidance", "tokenizers"},
     ),
     "renders of chats": (
@@ -69,12 +70,12 @@ PROCESSES: dict[str, tuple[str, int, Set[str]]] = {
     "worker on the CPU": (
         "import services.worker.__main__, services.worker.runner.model_runner as _; "
         "from services.worker.ops import load_ops; load_ops('cpu'); load_ops('reference')",
-        1650,
+        1655,
         SERVICE | {"safetensors", "torch"},
     ),
     "spare worker": (
         "import services.worker.spare; services.worker.spare.import_all()",
-        1650,
+        1655,
         SERVICE | {"safetensors", "torch"},
     ),
 }

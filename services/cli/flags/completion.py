@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from services.cli import cache
-from services.cli.clients import chat, generate, rerank, top
+from services.cli.clients import chat, embed, generate, rerank, top
 from services.cli.extras import missing_packages
 from services.cli.hub import pull
 from services.cli.launcher_settings import flags_of_roles
@@ -60,6 +60,7 @@ def commands() -> Mapping[str, FlagParser]:
         "chat": chat.make_parser(),
         "generate": generate.make_parser(),
         "rerank": rerank.make_parser(),
+        "embed": embed.make_parser(),
         "top": top.make_parser(),
         "pull": pull.make_parser(),
         "import": _make_import_parser(),

@@ -184,6 +184,8 @@ def test_in_a_terminal_an_answer_is_broken_between_words(
         (["rerank", "a", "caf\udce9"], b"", "utf-8:surrogateescape"),
         (["rerank", "a"], b"caf\xe9\n", "utf-8:strict"),
         (["rerank", "a"], b"caf\xe9\n", "utf-8:surrogateescape"),
+        (["embed", "caf\udce9"], b"", "utf-8:strict"),
+        (["embed"], b"caf\xe9\n", "utf-8:surrogateescape"),
         (["generate", "-"], b"caf\xe9\n", "utf-8:surrogateescape"),
         (["generate", "--stop=caf\udce9", "Hello"], b"", "utf-8:surrogateescape"),
         (["chat"], b"caf\xe9\n", "utf-8:strict"),

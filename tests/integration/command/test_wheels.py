@@ -156,7 +156,7 @@ def test_the_installed_command_says_what_it_is(installed: Environment) -> None:
     assert (version.returncode, version.stdout, version.stderr) == (0, "lockstep 0.1.0\n", "")
     usage = installed.run("lockstep", "--help")
     assert (usage.returncode, usage.stderr) == (0, "")
-    for command in ("serve", "ranks", "chat", "generate", "rerank", "top", "pull", "import"):
+    for command in ("serve", "ranks", "chat", "generate", "rerank", "embed", "top", "pull", "import"):
         assert f"\n  {command} " in usage.stdout
         help_of_command = installed.run("lockstep", command, "--help")
         assert (help_of_command.returncode, help_of_command.stderr) == (0, ""), command

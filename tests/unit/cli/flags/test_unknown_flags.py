@@ -18,6 +18,7 @@ SLIPS = {
     "chat": ([], "--sytem=x", "--system"),
     "generate": (["x"], "--max-tokenz=3", "--max-tokens"),
     "rerank": (["q", "d"], "--instructions=x", "--instruction"),
+    "embed": (["x"], "--dimensons=3", "--dimensions"),
     "top": ([], "--intervall=3", "--interval"),
     "pull": (["a/b"], "--without-weight-files", "--without-weights"),
     "import": (["a", "b"], "--dequantise", "--dequantize"),
