@@ -251,4 +251,6 @@ async def test_a_death_in_between_changes_no_bit(cell: Cell, reranker: Reranker,
                 pass
         split.kill(role)
         split.start(role)
-        assert scores_of(await call) == expected
+        response = await call
+    assert scores_of(response) == expected
+    assert any(item.recovery.resume_count for item in response.items)
