@@ -76,6 +76,15 @@ def ask(cell: Cell, *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+def test_it_prints_a_vector_of_the_prompt() -> None:
+    with serving([(200, {"data": [{"embedding": [0.5, -1.0]}]})]) as cell:
+        answer = ask(cell, "--embed")
+    assert (answer.returncode, answer.stdout) == (0, "[0.5, -1.0]\n")
+    assert [(path, body) for path, _, body in cell.requests] == [
+        ("/v1/embeddings", {"input": "The capital of France is"})
+    ]
+
+
 def test_it_prints_the_answer_to_the_prompt() -> None:
     with serving([ANSWER]) as cell:
         result = ask(cell, "--max-tokens=3")

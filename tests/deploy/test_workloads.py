@@ -526,6 +526,16 @@ def test_the_test_pods_generate_with_the_client_and_over_http() -> None:
         assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
 
 
+def test_the_test_pods_of_an_embedder_ask_for_a_vector() -> None:
+    objects = render(values=values({"workers": {"settings": {"task": "embed"}}}))
+    generating, asking = (find(objects, "Pod", end)[0] for end in ("-test", "-test-http"))
+    (embedder,), (asker,) = containers(generating["spec"]), containers(asking["spec"])
+    assert embedder["command"] == ["lockstep", "embed"]
+    assert "--embed" in asker["args"]
+    assert not [arg for arg in (*embedder["args"], *asker["args"]) if arg.startswith("--max-tokens")]
+    assert "--worker.task=embed" in str(objects)
+
+
 def test_the_test_over_http_is_for_a_host_that_is_allowed() -> None:
     cell = {"tokenizer": {"settings": {"http-allowed-hosts": "api.example.org,example.org"}}}
     (pod,) = find(render(values=values(cell)), "Pod", "-test-http")

@@ -1,4 +1,4 @@
-"""Asks a cell for one completion over HTTP, as `helm test` does, and prints it.
+"""Asks a cell for one completion, or vector, over HTTP, as `helm test` does, and prints it.
 
 It needs the standard library alone, and connects to an address while it expects the name in the cell's certificate,
 which need not have that address.
@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument("prompt")
     parser.add_argument("--target", required=True, help="HOST:PORT of the HTTP port")
     parser.add_argument("--host", help="what the request says that it is for, instead of --target")
+    parser.add_argument("--embed", action="store_true", help="ask for the prompt's vector")
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds until it asks no more")
     parser.add_argument("--tls-ca", help="file of the authority to trust; without it there is no TLS")
@@ -42,7 +43,9 @@ def main() -> int:
         except (OSError, http.client.HTTPException) as error:
             status, body = 0, str(error)
         if status == http.client.OK:
-            sys.stdout.write(f"{json.loads(body)['choices'][0]['text']}\n")
+            answer = json.loads(body)
+            told = answer["data"][0]["embedding"] if args.embed else answer["choices"][0]["text"]
+            sys.stdout.write(f"{told}\n")
             return 0
         if (status and status not in RETRIED) or time.monotonic() >= deadline:
             sys.stderr.write(f"error: {status or 'no answer'}: {body}\n")
@@ -61,11 +64,14 @@ def ask(args: argparse.Namespace) -> tuple[int, str]:
             if args.tls_cert:
                 context.load_cert_chain(args.tls_cert, args.tls_key)
             connection.sock = context.wrap_socket(connection.sock, server_hostname=args.server_name or host)
-        body = json.dumps({"prompt": args.prompt, "max_tokens": args.max_tokens})
+        path, asked = "/v1/completions", {"prompt": args.prompt, "max_tokens": args.max_tokens}
+        if args.embed:
+            path, asked = "/v1/embeddings", {"input": args.prompt}
+        body = json.dumps(asked)
         headers = {"Content-Type": "application/json", "Host": args.host or args.target}
         if args.key_file:
             headers["Authorization"] = f"Bearer {args.key_file.read_text(encoding='ascii').strip()}"
-        connection.request("POST", "/v1/completions", body, headers)
+        connection.request("POST", path, body, headers)
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
     finally:

@@ -57,12 +57,15 @@ volumes:
 {{/* The container that asks by gRPC: (list ROOT CELL). */}}
 {{- define "lockstep.generateContainer" -}}
 {{- $root := index . 0 }}{{ $cell := index . 1 -}}
-name: generate
-command: [lockstep, generate]
+{{- $embeds := eq (toString (get $cell.workers.settings "task")) "embed" -}}
+name: {{ ternary "embed" "generate" $embeds }}
+command: [lockstep, {{ ternary "embed" "generate" $embeds }}]
 args:
   - {{ $root.Values.testPrompt | quote }}
   - --target=dns:///{{ $cell.prefix }}-tokenizer.{{ $root.Release.Namespace }}.svc:50051
+  {{- if not $embeds }}
   - --max-tokens=16
+  {{- end }}
   - --timeout=120
   {{- if not $cell.tls.insecure }}
   - --tls-ca=/tls/ca.crt
@@ -89,7 +92,11 @@ args:
   # Otherwise the request would be for a host that is not allowed.
   - {{ splitList "," (toString .) | first | printf "--host=%s" | quote }}
   {{- end }}
+  {{- if eq (toString (get $cell.workers.settings "task")) "embed" }}
+  - --embed
+  {{- else }}
   - --max-tokens=16
+  {{- end }}
   - --timeout=120
   {{- if not $cell.tls.insecure }}
   - --tls-ca=/tls/ca.crt
