@@ -31,6 +31,7 @@ from tests.support.models.small_models import build_small_model, write_small_mod
 from tests.support.models.tool_caller import write_tool_caller
 from tests.support.system.ports import free_port
 from tests.support.system.processes import ROOT, module_environment
+from tests.support.tokenizer.embedders import make_base_class, write_embedder_files
 from tests.support.tokenizer.messages import any_responses, make_facts
 from tests.support.tokenizer.rerankers import add_labels
 
@@ -127,6 +128,17 @@ def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
     directory = write_small_model(model, tmp_path_factory.mktemp("models") / "Qwen3-Reranker-0.6B")
     add_labels(directory)
     with _start_http_cell(directory, REFERENCE) as (_, facts):
+        yield facts
+
+
+@pytest.fixture(scope="session")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A cell of a random model in the shape of Qwen3-Embedding, which makes vectors of 64 numbers."""
+    directory = tmp_path_factory.mktemp("models") / "Qwen3-Embedding-0.6B"
+    write_small_model(build_small_model("Qwen3ForCausalLM", "plain"), directory)
+    make_base_class(directory)
+    write_embedder_files(directory)
+    with _start_http_cell(directory, REFERENCE, "--task=embed") as (_, facts):
         yield facts
 
 
