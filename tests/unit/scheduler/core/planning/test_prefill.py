@@ -12,7 +12,7 @@ from services.scheduler.core.planning.decode import Decodes
 from services.scheduler.core.planning.prefill import Prefill
 from services.scheduler.core.policy import SchedulerPolicy
 from shared.ids import Slot
-from shared.request.sampling_params import SamplingOptions
+from shared.request.sampling_params import Pooling, SamplingOptions
 from shared.step.step import EnteringSequence, PrefillChunk
 from tests.support.scheduler.core import Parts, add, completion_of, give, make_scheduler, make_sequence, prompt_of
 from tests.support.scheduler.core import send as schedule
@@ -192,6 +192,15 @@ def test_prompt_log_probabilities_are_computed_though_the_prompt_is_cached() -> 
     assert (entering.num_cached_tokens, entering.chunk.num_tokens, entering.params.options) == (0, 9, options)
     # What it computed is shared like any other prefix.
     assert admit_alone(parts, make_sequence(3, prompt)).block_ids[:2].tolist() == scored.block_table[:2].tolist()
+
+
+def test_a_mean_is_computed_of_the_whole_prompt_and_the_last_state_after_what_is_cached() -> None:
+    parts = make_parts()
+    prompt = prompt_of(make_sequence(1, 9))
+    admit_alone(parts, make_sequence(1, prompt))
+    for handle, (pooling, num_cached) in enumerate(((Pooling.MEAN, 0), (Pooling.LAST, 8)), 2):
+        entering = admit_alone(parts, make_sequence(handle, prompt, options=SamplingOptions(pooling=pooling)))
+        assert entering.num_cached_tokens == num_cached
 
 
 def test_a_further_choice_uses_the_cache_and_asks_for_no_prompt_log_probabilities() -> None:

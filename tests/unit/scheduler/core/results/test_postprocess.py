@@ -12,7 +12,7 @@ from services.scheduler.core.results.outputs import OutputsByClient, RequestEnd,
 from services.scheduler.core.step_deadline import FIRST_STEP_S
 from shared.errors import InvalidRequestError, NumericError
 from shared.ids import RequestHandle
-from shared.request.sampling_params import SamplingOptions
+from shared.request.sampling_params import Pooling, SamplingOptions
 from shared.step.logprobs import Logprobs
 from tests.support.scheduler.core import Parts, completion_of, ends_of, make_sequence, prompt_of, rows_for
 from tests.support.scheduler.engine_driver import EOS
@@ -298,3 +298,17 @@ def test_a_request_that_has_ended_gets_no_prompt_log_probabilities() -> None:
     parts.send_prefill(seq)
     parts.endings.abort(seq, 0.0)
     assert delivered(parts.give(501, prompt_logprobs=((0, scores(1, 2)),))) == []
+
+
+def test_a_vector_comes_with_the_end_of_its_request_unless_that_has_ended() -> None:
+    options, values = SamplingOptions(pooling=Pooling.LAST), np.array([0.5, -1.0], np.float32)
+    parts = Parts()
+    parts.send_prefill(make_sequence(1, 8, max_tokens=1, options=options))
+    outputs = parts.give(0, vectors=((0, values),)).by_client[1]
+    assert [(handle, vector.tolist()) for handle, vector in outputs.vectors] == [(1, [0.5, -1.0])]
+    assert [end.handle for end in outputs.ends] == [1]
+    parts = Parts()
+    ended = make_sequence(1, 8, max_tokens=1, options=options)
+    parts.send_prefill(ended)
+    parts.endings.abort(ended, 0.0)
+    assert not parts.give(0, vectors=((0, values),)).by_client
