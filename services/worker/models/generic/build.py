@@ -21,6 +21,14 @@ from services.worker.layers.shard import Part, Shard
 from services.worker.models.generic import attention, products
 from services.worker.models.generic.attention import IMPLEMENTATION, attending
 from services.worker.models.generic.dry_run import DryRun, PlannedCall, UnservableError
+from services.worker.models.generic.one_op import (
+    CODE_ERRORS,
+    GatedNetwork,
+    NetworkForm,
+    NormForm,
+    find_network,
+    find_norm,
+)
 from services.worker.models.generic.products import Product, Vectors
 from services.worker.models.generic.rules import refuse_config, refuse_model
 from services.worker.models.generic.split import Split, SplitPlan
@@ -31,18 +39,24 @@ from shared.model_files.model_dir import ModelDirectoryError
 _making = threading.Lock()
 # Tokens of a dry run. An odd number, so that a head that is cut in two does not fit into a view.
 _NUM_TOKENS = 3
-# What modelling code raises for a value that is not there, or not as it expects.
-_CODE_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Outputs of a linear layer that are computed here."""
+
+    name: str
+    """The layer's."""
+    part: Part
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedProduct:
-    """A linear layer whose weights are still to be read."""
+    """Linear layers of the same inputs, whose weights are still to be read."""
 
-    name: str
     module: Product
-    outputs: tuple[Part, ...]
-    """The parts of the outputs computed here, side by side; their totals are the whole's."""
+    outputs: tuple[Outputs, ...]
+    """Side by side."""
     inputs: Part
     has_bias: bool
 
@@ -78,6 +92,8 @@ class Skeleton:
     products: list[PlacedProduct] = field(default_factory=list)
     experts: dict[str, nn.Module] = field(default_factory=dict)
     """Modules of experts, by name."""
+    norms: list[tuple[nn.Module, NormForm]] = field(default_factory=list)
+    """Modules that `Ops.rms_norm` computes, once they have weights."""
     embedding: Vectors | None = None
     """None if the class's own embeddings are kept, with their weights."""
     head: Product | None = None
@@ -158,7 +174,7 @@ def _make(model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: t
     try:
         with _making, torch.device("meta"):
             causal = model_class._from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
-    except _CODE_ERRORS as error:
+    except CODE_ERRORS as error:
         raise UnservableError(f"it cannot be made with our attention: {error}") from error
     # Not an argument above: classes without experts have no such key.
     causal.config._experts_implementation = IMPLEMENTATION
@@ -170,8 +186,9 @@ def _take_apart(causal: PreTrainedModel, shard: Shard) -> Skeleton:
     head, embedding = causal.get_output_embeddings(), causal.get_input_embeddings()
     if not isinstance(base, PreTrainedModel) or type(head) is not nn.Linear or not isinstance(embedding, nn.Embedding):
         raise UnservableError("it has no base model with embeddings and a head")
-    skeleton = Skeleton(causal, base)
+    skeleton, dtype = Skeleton(causal, base), shard.weights.dtype
     plan = SplitPlan(causal, shard.tp.size)
+    linears: dict[str, nn.Linear] = {}
     gates = _gates(causal)
     for name, module in list(causal.named_modules()):
         if module is head:
@@ -181,18 +198,45 @@ def _take_apart(causal: PreTrainedModel, shard: Shard) -> Skeleton:
         elif module is embedding:
             skeleton.embedding_name = name
             if type(embedding) is nn.Embedding:
-                skeleton.embedding = Vectors(embedding.embedding_dim, shard.weights.dtype)
+                skeleton.embedding = Vectors(embedding.embedding_dim, dtype)
                 _replace(causal, name, skeleton.embedding)
         elif hasattr(module, "is_concatenated"):
             _check_experts(name, module)
             skeleton.experts[name] = module
         elif type(module) is nn.Linear and name not in gates:
-            placed = _place(name, module, plan.split_of(name), shard)
-            skeleton.products.append(placed)
-            _replace(causal, name, placed.module)
-    skeleton.whole_layers = plan.whole_layers([placed.name for placed in skeleton.products])
+            linears[name] = module
+            _replace(causal, name, Product(module.in_features, module.out_features))
+        elif norm := find_norm(module, dtype):
+            skeleton.norms.append((module, norm))
+    # Before parts are taken, so that all ranks see the same.
+    networks = {name: form for name, module in causal.named_modules() if (form := find_network(module, dtype))}
+    for name, linear in linears.items():
+        placed = _place(name, causal.get_submodule(name), linear, plan.split_of(name), shard)
+        skeleton.products.append(placed)
+    skeleton.whole_layers = plan.whole_layers(list(linears))
+    for name, form in networks.items():
+        _use_network(skeleton, name, form, shard)
     setattr(causal, causal.base_model_prefix, _Rows())
     return skeleton
+
+
+def _use_network(skeleton: Skeleton, name: str, form: NetworkForm, shard: Shard) -> None:
+    if form.gate.out_features + (form.up.out_features if form.up else 0) != 2 * form.down.in_features:
+        return
+    gate_up = form.gate if form.up is None else _join(skeleton, form.gate, form.up)
+    if gate_up is not None:
+        _replace(skeleton.causal, name, GatedNetwork(shard.ops, form.activation, gate_up, form.down))
+
+
+def _join(skeleton: Skeleton, gate: Product, up: Product) -> Product | None:
+    """One product in the place of two; None if these are not alike."""
+    first, second = (next(each for each in skeleton.products if each.module is module) for module in (gate, up))
+    if (first.inputs, first.has_bias) != (second.inputs, second.has_bias):
+        return None
+    module = Product(gate.in_features, gate.out_features + up.out_features)
+    joined = PlacedProduct(module, first.outputs + second.outputs, first.inputs, first.has_bias)
+    skeleton.products = [joined if each is first else each for each in skeleton.products if each is not second]
+    return module
 
 
 def _gates(causal: PreTrainedModel) -> frozenset[str]:
@@ -216,7 +260,8 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), own, module)
 
 
-def _place(name: str, linear: nn.Linear, split: Split, shard: Shard) -> PlacedProduct:
+def _place(name: str, module: Product, linear: nn.Linear, split: Split, shard: Shard) -> PlacedProduct:
+    """Have `module` compute this rank's part of `linear`."""
     inputs = Part.whole(linear.in_features)
     outputs: tuple[Part, ...] = (Part.whole(linear.out_features),)
     kind = re.sub(r"\.\d+\.", ".*.", name)
@@ -227,8 +272,8 @@ def _place(name: str, linear: nn.Linear, split: Split, shard: Shard) -> PlacedPr
     elif split is Split.PACKED_OUTPUTS:
         half, total = shard.part(kind, linear.out_features // 2), linear.out_features
         outputs = tuple(Part(total, start + half.start, start + half.stop) for start in (0, total // 2))
-    module = Product(len(inputs), sum(map(len, outputs)))
-    return PlacedProduct(name, module, outputs, inputs, linear.bias is not None)
+    module.in_features, module.out_features = len(inputs), sum(map(len, outputs))
+    return PlacedProduct(module, tuple(Outputs(name, part) for part in outputs), inputs, linear.bias is not None)
 
 
 def _check_experts(name: str, module: nn.Module) -> None:
@@ -252,7 +297,7 @@ def _run_dry(skeleton: Skeleton, config: PreTrainedConfig, context_length: int) 
             logits = skeleton.causal(inputs_embeds=hidden, use_cache=False).logits
     except UnservableError:
         raise
-    except _CODE_ERRORS as error:
+    except CODE_ERRORS as error:
         raise UnservableError(f"a dry run ends with {type(error).__name__}: {error}") from error
     if getattr(outputs, "past_key_values", None) is not None:
         raise UnservableError("it keeps a cache of its own")

@@ -22,6 +22,7 @@ from services.worker.models.generic.dry_run import UnservableError
 from services.worker.models.generic.identity import identity_of
 from services.worker.models.generic.model import GenericModel
 from services.worker.models.generic.names import StoredNames
+from services.worker.models.generic.one_op import Norm
 from services.worker.models.generic.products import use_experts
 from services.worker.models.generic.self_check import check_alone
 from services.worker.models.parts.decoder import load_ends
@@ -83,6 +84,9 @@ def _load(architecture: str, config: Mapping[str, Any], shard: Shard) -> Generic
         _load_experts(name, module, shard, stored)
     _load_ends(skeleton, shard, stored, is_tied=bool(made.get_text_config().tie_word_embeddings))
     _load_rest(skeleton, shard, stored)
+    if shard.weights.device.type != "meta":
+        for module, form in skeleton.norms:
+            module.forward = Norm(shard.ops, form, module)
     scales = torch.ones(1, device=shard.weights.device) if shard.kv_dtype == torch.float8_e4m3fn else None
     model = GenericModel(
         skeleton, shard, context_length=context_length, has_long_factors=has_long_factors, kv_scales=scales
@@ -99,14 +103,19 @@ def _own_context(config: PreTrainedConfig) -> int:
 
 
 def _load_product(placed: PlacedProduct, shard: Shard, names: StoredNames) -> None:
-    weights, name, inputs = shard.weights, names.module(placed.name), placed.inputs
-    shape = placed.outputs[0].total, inputs.total
-    matrices = [weights.linear(name, shape, rows=part.run, columns=inputs.run) for part in placed.outputs]
+    weights, inputs = shard.weights, placed.inputs
+    matrices = [
+        weights.linear(names.module(each.name), (each.part.total, inputs.total), rows=each.part.run, columns=inputs.run)
+        for each in placed.outputs
+    ]
     weight = join_rows(matrices, weights.dtype)
     del matrices
     bias = None
     if placed.has_bias:
-        parts = [weights.read(names.tensor(f"{placed.name}.bias"), shape[:1], rows=each.run) for each in placed.outputs]
+        parts = [
+            weights.read(names.tensor(f"{each.name}.bias"), (each.part.total,), rows=each.part.run)
+            for each in placed.outputs
+        ]
         bias = torch.cat(parts) if inputs.start == 0 else None
     linear = Linear(shard.ops, weight, weights.dtype, bias)
     placed.module.kernel = linear if len(inputs) == inputs.total else sum_over_ranks(linear, shard.tp)
