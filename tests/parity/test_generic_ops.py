@@ -1,7 +1,9 @@
-"""Which modules of transformers' code are ops of ours, and which only look like them."""
+"""What of transformers' code is an op of ours, and what only looks like one."""
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from services.worker.layers.shard import Shard
 from services.worker.models.generic.build import build_skeleton, read_class
 from services.worker.models.generic.one_op import Norm, find_network, find_norm
 from services.worker.models.generic.products import Product
+from services.worker.models.generic.rotary import Rotations, register
 from services.worker.ops import Activation, load_ops
 from services.worker.weights.dummy_weights import DummyWeights
 from tests.support.models.generic_configs import GENERIC_CONFIGS
@@ -304,3 +307,109 @@ def test_every_such_module_of_a_family_is_found(architecture: str) -> None:
     }
     assert others <= OTHERS
     assert all(type(module).__name__.endswith("RMSNorm") for module in found)
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    one, other = x.chunk(2, dim=-1)
+    return torch.cat([-other, one], dim=-1)
+
+
+def halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    size = cos.shape[-1]
+
+    def rotate(x: Tensor) -> Tensor:
+        turned = (x[..., :size] * cos + rotate_half(x[..., :size]) * sin).to(x.dtype)
+        return torch.cat([turned, x[..., size:]], dim=-1)
+
+    return rotate(q), rotate(k)
+
+
+def pairs(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate(x: Tensor) -> Tensor:
+        columns = torch.stack([x[..., ::2], x[..., 1::2]], dim=-2).flatten(-2)
+        turned, _ = halves(columns, columns, cos, sin)
+        return turned.view(*x.shape[:-1], 2, -1).transpose(-1, -2).flatten(-2)
+
+    return rotate(q), rotate(k)
+
+
+def backwards(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return halves(q, k, cos, -sin)
+
+
+def only_query(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return halves(q, k, cos, sin)[0], k
+
+
+def wider(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    return tuple(each.double() for each in halves(q, k, cos, sin))
+
+
+def failing(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    raise ValueError("no such columns")
+
+
+def rotation_arguments(
+    dtype: torch.dtype, *, factor_dtype: torch.dtype | None = None, rotary_dim: int = 16
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k = torch.randn(1, 7, 4, 16).to(dtype).transpose(1, 2), torch.randn(1, 2, 7, 16).to(dtype)
+    angles = torch.randn(1, 7, rotary_dim // 2)
+    factors = [torch.cat([each, each], dim=-1).to(factor_dtype or dtype) for each in (angles.cos(), angles.sin())]
+    return q, k, factors[0], factors[1]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "native", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("own", "rotary_dim", "is_wide"),
+    [(halves, 16, False), (halves, 8, False), (halves, 16, True), (pairs, 16, False)],
+)
+def test_a_rotation_is_found_and_computed_by_the_op(
+    own: Any, rotary_dim: int, is_wide: bool, dtype: torch.dtype, backend: str
+) -> None:
+    rotations = Rotations(load_ops(backend))
+    factor_dtype = torch.float32 if is_wide else dtype
+    arguments = rotation_arguments(dtype, factor_dtype=factor_dtype, rotary_dim=rotary_dim)
+    copies = [each.clone() for each in arguments]
+    rotated = rotations.try_rotate(own, *arguments)
+    assert rotated is not None
+    assert all(torch.equal(*each) for each in zip(arguments, copies, strict=True))
+    tolerance = 4 * torch.finfo(dtype).eps
+    for found, expected in zip(rotated, own(*arguments), strict=True):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=4 * tolerance)
+
+
+@pytest.mark.parametrize("own", [backwards, only_query, wider, failing])
+def test_what_looks_like_a_rotation_stays(own: Any) -> None:
+    assert Rotations(load_ops("cpu")).try_rotate(own, *rotation_arguments(torch.float32)) is None
+
+
+def test_a_rotation_whose_halves_differ_stays() -> None:
+    q, k, cos, sin = rotation_arguments(torch.float32)
+    rotations = Rotations(load_ops("cpu"))
+    assert rotations.try_rotate(halves, q, k, cos.sort(-1).values, sin) is None
+    assert rotations.try_rotate(halves, q, k, cos, sin.sort(-1).values) is None
+    assert rotations.try_rotate(halves, q.expand(2, -1, -1, -1), k, cos, sin) is None
+    assert rotations.try_rotate(halves, q, k, cos, sin) is not None
+
+
+def test_only_a_step_of_ours_rotates_with_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = types.ModuleType("modeling_file")
+    file.apply_rotary_pos_emb = halves  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, file.__name__, file)
+    monkeypatch.setattr(LlamaNorm, "__module__", file.__name__)
+    for _ in range(2):
+        register(LlamaNorm())
+    replaced: Any = file.apply_rotary_pos_emb
+    arguments = rotation_arguments(torch.float32)
+    expected = halves(*arguments)
+    with Rotations(load_ops("native")).of_step():
+        inside, turned = replaced(*arguments), replaced(*arguments, unsqueeze_dim=1)
+    outside = replaced(*arguments)
+    for number in range(2):
+        assert torch.equal(outside[number], expected[number])
+        assert torch.equal(turned[number], expected[number])
+        torch.testing.assert_close(inside[number], expected[number])
+    assert inside[0].transpose(1, 2).is_contiguous()

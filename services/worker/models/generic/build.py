@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from services.worker.layers.shard import Part, Shard
-from services.worker.models.generic import attention, products
+from services.worker.models.generic import attention, products, rotary
 from services.worker.models.generic.attention import IMPLEMENTATION, attending
 from services.worker.models.generic.dry_run import DryRun, PlannedCall, UnservableError
 from services.worker.models.generic.one_op import (
@@ -151,6 +151,7 @@ def build_skeleton(
         refuse_config(config)
         causal = _make(model_class, config, shard.weights.dtype)
         refuse_model(causal)
+        rotary.register(causal)
         skeleton = _take_apart(causal, shard)
         skeleton.calls = _run_dry(skeleton, config, context_length)
     except UnservableError as error:

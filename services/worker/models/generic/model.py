@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from services.worker.layers.shard import Shard
 from services.worker.models.generic.attention import Attend, AttentionRequest, attending
 from services.worker.models.generic.build import Skeleton, step_arguments
 from services.worker.models.generic.dry_run import PlannedCall
+from services.worker.models.generic.rotary import Rotations
 from services.worker.models.protocol import CausalLM, MtpLayers
 from services.worker.ops import AttentionParams, Ops
 
@@ -50,6 +52,7 @@ class GenericModel(CausalLM):
         self.kv_cache_spec = KvCacheSpec(tuple(_cache_of(call, shard.kv_dtype) for call in calls))
         self._causal: PreTrainedModel = skeleton.causal
         self._base: PreTrainedModel = skeleton.base
+        self._rotations = Rotations(shard.ops)
         scales = () if kv_scales is None else (kv_scales, kv_scales)
         self._calls = [_Call(shard.ops, number, call, shard.tp.rank, scales) for number, call in enumerate(calls)]
 
@@ -57,7 +60,7 @@ class GenericModel(CausalLM):
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         answers = _Answers(self._calls)
-        with attending(answers):
+        with attending(answers), self._rotations.of_step() if token_ids.device.type == "cpu" else nullcontext():
             hidden: Tensor = self._base(**step_arguments(token_ids, positions)).last_hidden_state
         assert answers.num_answered == len(self._calls), "a forward pass has the calls of the dry run"
         return hidden[0]
