@@ -19,7 +19,7 @@ _NUM_FUNCTIONS = {
     "decode: worker": 142,
     "decode: tokenizer": 25,
     "drafted step: scheduler": 92,
-    "drafted step: worker": 158,
+    "drafted step: worker": 162,
     "drafted step: tokenizer": 25,
 }
 

@@ -60,6 +60,11 @@ class DeviceBatch:
             self._has_decode_draws = False
 
     @property
+    def columns(self) -> SlotColumns:
+        """What is kept by slot; not to be written."""
+        return self._columns
+
+    @property
     def decode_slots(self) -> Tensor:
         """[num_rows] int64, those of the last decode."""
         return self._decode_slots

@@ -6,12 +6,13 @@ Plain numpy; only drafts may come from a model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from services.worker.batch.block_tables import BlockTables
-from services.worker.batch.decodes import NO_DRAFTS, Decodes, DraftSource
+from services.worker.batch.decodes import NO_DRAFTS, Decodes, DraftRoom, Drafts, DraftSource, PlannedStep
 from services.worker.batch.enter_checks import BatchLimits, check_enter, check_token_ids, require
 from services.worker.batch.slot_changes import SlotChanges
 from services.worker.batch.state_changes import state_changes
@@ -31,9 +32,9 @@ class InputBatch:
     Everything that came over the wire is checked here, before any tensor is touched. A step that does not fit leaves
     the batch undefined, which ends its epoch.
 
-    Invariant: `_num_tokens` counts a slot's tokens, including sampled ones. After a step the cache holds the KV
-    of all of them while `_num_later` more prompt tokens are to come, then of all but the last. KV left there by
-    rejected drafts is overwritten before it is read.
+    Invariant: `_num_tokens` counts a slot's tokens, including sampled ones, of which a step that is not recorded yet
+    has one. After a step the cache holds the KV of all of them while `_num_later` more prompt tokens are to come, then
+    of all but the last. KV left there by rejected drafts is overwritten before it is read.
     """
 
     def __init__(
@@ -76,14 +77,18 @@ class InputBatch:
         return len(self._order)
 
     def apply(self, step: Step) -> StepInput:
-        """Apply the step's changes, and say what it computes.
+        """Apply the step's changes, and say what it computes, knowing all tokens before it. Raises as `begin`."""
+        return self.finish(self.begin(step))
+
+    def begin(self, step: Step) -> PlannedStep:
+        """Apply the step's changes; the tokens of the step before it may not be recorded yet.
 
         Raises:
             StepMismatchError: the step does not fit; the batch must not be used again.
         """
         self._leave(step.leave_slots)
         if step.is_dummy:
-            return self._dummy(step)
+            return PlannedStep(step, _NO_SLOTS)
         decode_slots = self._decode_slots(step)
         self._enter(step.enters)
         self._append_blocks(step.append_slots, step.append_block_ids)
@@ -98,10 +103,23 @@ class InputBatch:
         )
         for chunk in chunks:
             self._extend(chunk)
-        step_input = self._make_input(self._decodes(decode_slots, room), chunks)
+        drafts = None
+        if self._drafter is not None and len(decode_slots):
+            lengths, most = self._num_tokens[decode_slots], self._draft_room(decode_slots)
+            drafts = self._drafter.propose(DraftRoom(decode_slots, lengths, most, room, self._tables))
+        return PlannedStep(step, decode_slots, chunks, drafts)
+
+    def finish(self, planned: PlannedStep) -> StepInput:
+        """Say what the step that was just begun computes; all tokens before it are recorded. Raises as `begin`."""
+        step = planned.step
+        if step.is_dummy:
+            return self._dummy(step)
+        slots, drafts = planned.decode_slots, planned.drafts
+        decodes = Decodes(len(slots), None, slots, None) if drafts is None else self._drafted_decodes(slots, drafts)
+        step_input = self._make_input(decodes, planned.chunks)
         # Sequences to decode that already have all their tokens are not computed.
-        slots = np.concatenate([decode_slots, step_input.slots])
-        step_input.changes.update(state_changes(step, self.limits, slots))
+        computed = np.concatenate([slots, step_input.slots])
+        step_input.changes.update(state_changes(step, self.limits, computed))
         return step_input
 
     def tokens(self, step_input: StepInput) -> StepTokens:
@@ -140,7 +158,7 @@ class InputBatch:
         self._num_tokens[slots] += 1
 
     def record_sampled(self, slots: Int32Column, token_ids: Int32Column, counts: Int32Column | None = None) -> None:
-        """Append sampled tokens.
+        """Name the tokens of sequences whose first one is appended, and append the others.
 
         Args:
             slots: [num_rows].
@@ -149,7 +167,8 @@ class InputBatch:
         """
         if self._drafter is not None:
             self._drafter.record(slots, token_ids, counts)
-        self._num_tokens[slots] += 1 if counts is None else counts
+        if counts is not None:
+            self._num_tokens[slots] += counts - 1
 
     def _leave(self, slots: Int32Column) -> None:
         if not len(slots):
@@ -252,16 +271,20 @@ class InputBatch:
         changes = self._changes.take(table_width)
         return StepInput.dummy(num_tokens, num_blocks, is_prefill=is_prefill, table_width=table_width, changes=changes)
 
-    def _decodes(self, slots: Int32Column, room: int) -> Decodes:
-        if self._drafter is None or not len(slots):
-            return Decodes(len(slots), None, slots, None)
-        num_slots, numbers = len(slots), None
+    def _drafted_decodes(self, slots: Int32Column, drafts: Drafts) -> Decodes:
+        """Of these sequences those that go on, with the drafts that they have room for."""
+        assert self._drafter is not None, "has drafted"
+        num_slots, numbers, room = len(slots), None, self._draft_room(slots)
+        if (drafts.counts > room).any():
+            # The device has drafted before the host knew where the sequences end.
+            drafts = drafts.at_most(room)
         is_full = self._num_tokens[slots] >= self._max_num_tokens[slots]
         if is_full.any():
             numbers = np.flatnonzero(~is_full)
-            slots = slots[numbers]
-        drafts = self._drafter.propose(slots, self._draft_room(slots), most_together=room, tables=self._tables)
-        return Decodes(num_slots, numbers, slots, drafts if len(drafts.token_ids) else None, drafts.compute)
+            # There is no room for drafts in the others.
+            slots, drafts = slots[numbers], replace(drafts, counts=drafts.counts[numbers])
+        self._drafter.use(slots, drafts.counts)
+        return Decodes(num_slots, numbers, slots, drafts)
 
     def _draft_room(self, slots: Int32Column) -> Int32Column:
         """Drafts each sequence has room for; one more token is drawn after them."""
@@ -272,6 +295,8 @@ class InputBatch:
 
     def _make_input(self, decodes: Decodes, chunks: Sequence[PrefillChunk]) -> StepInput:
         slots, drafts = decodes.slots, decodes.drafts
+        if drafts is not None and not len(drafts.token_ids):
+            drafts = None
         query_lens = np.ones(len(slots), dtype=np.int32)
         context_lens = self._num_tokens[slots]
         if drafts is not None:
@@ -313,7 +338,8 @@ class InputBatch:
             changes=self._changes.take(self._tables.width),
             chunks=tuple(chunks),
             draft_token_ids=NO_DRAFTS if drafts is None else drafts.token_ids,
-            compute_drafts=decodes.compute_drafts,
+            device_drafts=None if drafts is None else drafts.device,
+            chosen_drafts=None if drafts is None else drafts.chosen,
             draft_counts=None if drafts is None else drafts.counts_of_rows(len(row_slots)),
             scored_chunks=self._scored_chunks(chunks, starts) if self._states else (),
             pooled_chunks=tuple(self._pooled_chunks(chunks, starts)) if self._states else (),

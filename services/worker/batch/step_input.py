@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
+from services.worker.batch.decodes import DeviceDrafts
 from services.worker.forward.staging import HostArrays
 from shared.request.sampling_params import Pooling
 from shared.step.columns import Int32Column
@@ -116,8 +115,10 @@ class StepInput:
     chunks: tuple[PrefillChunk, ...] = ()
     draft_token_ids: Int32Column = field(default_factory=lambda: _NO_SLOTS)
     """[num_drafts], row after row; 0 where the device computes them."""
-    compute_drafts: Callable[[], Tensor] | None = None
-    """See `Drafts.compute`."""
+    device_drafts: DeviceDrafts | None = None
+    """What the device drafts for the step; None if the host knows its drafts."""
+    chosen_drafts: npt.NDArray[np.int64] | None = None
+    """See `Drafts.chosen`."""
     draft_counts: Int32Column | None = None  # [num_rows], drafts of each row; None means that no row has any
     scored_chunks: tuple[ScoredChunk, ...] = ()
     pooled_chunks: tuple[PooledChunk, ...] = ()

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from services.worker.batch.decodes import NO_DRAFTS, Drafts
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.batch.step_input import StepInput, StepTokens
+from services.worker.drafts.device_passes import DevicePasses, Sequences, run_arrays
 from services.worker.drafts.drafter import ComputedTokens, DraftProposer, DraftRows, Observe
 from services.worker.drafts.greedy_drafts import DraftChain
-from services.worker.drafts.token_runs import ForwardPasses, TokenRuns
+from services.worker.drafts.token_runs import ForwardPass, TokenRuns
 from services.worker.forward.kv_cache import KvCache
 from services.worker.forward.staging import HostArrays
 from services.worker.models.registry import CausalLM
-from services.worker.ops import Ops
+from services.worker.ops import Ops, SlotColumns
 from shared.step.columns import Int32Column
 
 
@@ -28,18 +32,34 @@ class DraftModelProposer(DraftProposer):
     it, so that sequences that share their blocks find the KV there; `propose` the tokens that a sequence got since
     then.
 
+    After a step that checked drafts of a sequence, only the device may know how many tokens it got. The drafts were
+    computed, all but the last one, so at most two tokens were not:
+
+        drafted           d0 d1 d2        d2 was not computed
+        all accepted      d0 d1 d2 x      d2 and x are computed now
+        d0 accepted       d0 x            x is; the token before it is in the cache, and stands for it here
+
     Invariant: the first `_num_computed` tokens of each slot need no more computing. Their KV is in the cache, except
     perhaps the end of a cached prefix, if the sequence that computed it was not drafted for since. Entries never
     written are zero, or left from an earlier sequence. This may spoil drafts, but never the output.
     """
+
+    needs_tokens = False
 
     def __init__(self, model: CausalLM, ops: Ops) -> None:
         self._model = model
         self._ops = ops
         self.kv_cache_spec = model.kv_cache_spec
         self._kv_cache: KvCache | None = None
+        self._limits: BatchLimits | None = None
+        # Meaningless for a slot whose last drafts are not learned about yet.
         self._num_computed = np.empty(0, np.int32)
-        self._max_tokens_at_once = 0
+        # Whether that is so, and the drafts that followed such a step.
+        self._has_drafts = np.empty(0, np.bool_)
+        self._num_ahead = np.empty(0, np.int32)
+        # Of each slot's last drafts: the last one, and where its next token is drawn if all are accepted.
+        self._last_draft = torch.empty(0)
+        self._all_accepted_at = torch.empty(0)
 
     @override
     def attach(self, limits: BatchLimits, kv_cache: KvCache) -> None:
@@ -48,8 +68,16 @@ class DraftModelProposer(DraftProposer):
             # Free the old cache first: there may be no memory for two.
             self._kv_cache = cache = None
             self._kv_cache = KvCache(self.kv_cache_spec, *sizes, kv_cache.device)
-        self._num_computed = np.zeros(limits.max_num_seqs, np.int32)
-        self._max_tokens_at_once = limits.max_num_batched_tokens
+        self._limits = replace(limits, context_length=min(limits.context_length, self._model.context_length))
+        self._num_computed, self._num_ahead = np.zeros((2, limits.max_num_seqs), np.int32)
+        self._has_drafts = np.zeros(limits.max_num_seqs, np.bool_)
+        self._last_draft, self._all_accepted_at = torch.zeros(
+            2, limits.max_num_seqs, dtype=torch.int64, device=kv_cache.device
+        ).unbind()
+
+    @override
+    def forget(self, slots: Int32Column) -> None:
+        self._has_drafts[slots] = False
 
     @override
     def observe(self, inputs: StepInput, tokens: StepTokens) -> Observe | None:
@@ -65,65 +93,134 @@ class DraftModelProposer(DraftProposer):
         tables = tokens.block_tables[inputs.num_decodes :][fitting]
 
         def compute_chunks(_: ComputedTokens) -> None:
-            passes = self._passes(tables, [runs], {"token_ids": token_ids})
-            self._compute(passes, 0, passes.arrays["token_ids"])
+            assert self._kv_cache is not None, "drafts before the first epoch"
+            others = {"token_ids": token_ids}
+            chunks = ForwardPass(self._ops, self._kv_cache, runs, block_tables=tables, others=others)
+            chunks.compute(lambda positions: self._model.forward(chunks.arrays["token_ids"], positions))
 
         return compute_chunks
 
     @override
     def learn(self, slots: Int32Column, num_known: Int32Column) -> None:
+        num_ahead = self._num_ahead[slots]
         # Rejected drafts were computed too. The newest token was only just drawn: what is valid ends before it.
-        self._num_computed[slots] = np.minimum(self._num_computed[slots], num_known - 1)
+        num_valid = np.minimum(self._num_computed[slots], num_known - 1)
+        self._num_computed[slots] = np.where(num_ahead > 0, num_known + num_ahead - 1, num_valid)
+        self._has_drafts[slots], self._num_ahead[slots] = num_ahead > 0, 0
 
     def propose(self, rows: DraftRows) -> Drafts:
         """See `DraftProposer.propose`; the device computes them, see `greedy_drafts`."""
+        assert self._limits is not None, "drafts before the first epoch"
         # The last draft is never computed, so it may be one past the context.
-        counts = np.clip(self._model.context_length + 1 - rows.num_known, 0, rows.counts_in_room()).astype(np.int32)
-        num_computed = self._num_computed[rows.slots]
-        num_missing = np.where(counts > 0, rows.num_known - num_computed, 0)
+        counts = np.clip(self._model.context_length + 1 - rows.num_tokens, 0, rows.counts_in_room()).astype(np.int32)
+        num_computed, num_known = self._num_computed[rows.slots], rows.num_known
+        is_ahead = rows.num_tokens > num_known
+        # What only the device knows of the last step is whether its drafts were accepted.
+        follows_drafts = is_ahead & self._has_drafts[rows.slots]
+        num_missing = np.where(follows_drafts, 2, rows.num_tokens - num_computed)
+        num_missing[counts == 0] = 0
         lengths = self._at_once(num_missing)
+        lengths[follows_drafts & (lengths < 2)] = 0
         # A sequence with too many missing tokens computes some of them now, and drafts some steps later.
         counts[lengths < num_missing] = 0
         self._num_computed[rows.slots] = num_computed + lengths + np.maximum(counts - 1, 0)
+        self._has_drafts[rows.slots] = counts > 0
+        self._num_ahead[rows.slots] = np.where(is_ahead, counts, 0)
         chain = DraftChain.make(counts)
         # Rows that draft have missing tokens, so they stay first.
         active = chain.order[lengths[chain.order] > 0]
         if not len(active):
             return Drafts(NO_DRAFTS, counts)
-        missing = [rows.token_ids[row][num_computed[row] : num_computed[row] + lengths[row]] for row in active.tolist()]
-        num_known = rows.num_known[active]
-        backlog = TokenRuns(num_computed[active], lengths[active])
-        newest = [TokenRuns.single(num_known[:size] + place) for place, size in enumerate(chain.sizes[1:])]
-        others = {
-            "token_ids": np.concatenate(missing).astype(np.int64),
-            "lasts": backlog.lasts,
-            "by_row": chain.by_row(),
-        }
-        tables, runs = rows.block_tables()[active], [backlog, *newest]
-        return Drafts.on_device(counts, lambda: self._draft(chain, self._passes(tables, runs, others)))
+        backlog = _Backlog(
+            slots=rows.slots[active].astype(np.int64),
+            token_ids=[rows.token_ids[row] for row in active.tolist()],
+            firsts=num_computed[active].astype(np.int64),
+            lengths=lengths[active],
+            follows_drafts=follows_drafts[active],
+            is_to_end=(is_ahead & (lengths == num_missing))[active],
+        )
+        sequences = Sequences(rows.block_tables()[active], rows.ends(self._limits)[active])
+        return Drafts.on_device(counts, lambda columns: self._draft(chain, backlog, sequences, columns))
 
-    def _draft(self, chain: DraftChain, passes: ForwardPasses) -> Tensor:
-        """Compute the missing tokens, the first of `passes`, and then the chain's drafts, row after row."""
-        hidden = self._compute(passes, 0, passes.arrays["token_ids"])
+    def _draft(self, chain: DraftChain, backlog: _Backlog, sequences: Sequences, columns: SlotColumns) -> Tensor:
+        """Compute the missing tokens, and then the chain's drafts, row after row."""
+        assert self._kv_cache is not None, "drafts before the first epoch"
+        passes = DevicePasses(
+            self._ops, self._kv_cache, sequences, {**backlog.arrays(), **chain.arrays(), **run_arrays(backlog.lengths)}
+        )
+        arrays = passes.arrays
+        slots, token_ids, firsts, is_stored = arrays["slots"], arrays["token_ids"], arrays["firsts"], None
+        positions = columns.position.index_select(0, slots)
+        if backlog.is_to_end.any():
+            ends = arrays["ends"]
+            token_ids = token_ids.index_copy(0, ends, columns.last_token[slots[arrays["to_end"]]])
+        if backlog.follows_drafts.any():
+            followers, starts = arrays["followers"], arrays["starts"]
+            its_slots = slots[followers]
+            token_ids = token_ids.index_copy(0, starts, self._last_draft[its_slots])
+            firsts = firsts.index_copy(0, followers, positions[followers] - 1)
+            are_accepted = self._all_accepted_at[its_slots] == positions[followers]
+            is_stored = torch.ones_like(token_ids, dtype=torch.bool).index_copy(0, starts, are_accepted)
+
+        def forward(positions: Tensor) -> Tensor:
+            return self._model.forward(token_ids, positions)
+
+        hidden = passes.compute_runs(backlog.lengths, firsts, forward, is_stored=is_stored)
+        if not chain.sizes:
+            return arrays["by_row"]
 
         def advance(token_ids: Tensor, _: Tensor, num_drafted: int) -> Tensor:
-            return self._compute(passes, num_drafted, token_ids)
+            return passes.compute(
+                num_drafted - 1, len(token_ids), lambda positions: self._model.forward(token_ids, positions)
+            )
 
-        if not chain.sizes:
-            return passes.arrays["by_row"]
-        first = hidden[passes.arrays["lasts"][: len(chain.drafting)]]
+        num_drafting = chain.sizes[0]
+        first = hidden[arrays["run_lasts"][:num_drafting]]
+        passes.begin(positions + 1, len(chain.sizes) - 1)
         drafts = chain.draft(first, compute_logits=self._model.compute_logits, ops=self._ops, advance=advance)
-        return drafts[passes.arrays["by_row"]]
+        drafting = slots[:num_drafting]
+        self._last_draft.index_copy_(0, drafting, drafts[arrays["last_drafts"]])
+        self._all_accepted_at.index_copy_(0, drafting, positions[:num_drafting] + 1 + arrays["counts"])
+        return drafts[arrays["by_row"]]
 
     def _at_once(self, num_missing: Int32Column) -> Int32Column:
         """How many of each row's missing tokens to compute in one forward pass, first rows first."""
+        assert self._limits is not None, "drafts before the first epoch"
         before = np.cumsum(num_missing) - num_missing
-        lengths: Int32Column = np.clip(self._max_tokens_at_once - before, 0, num_missing).astype(np.int32)
+        most = self._limits.max_num_batched_tokens
+        lengths: Int32Column = np.clip(most - before, 0, num_missing).astype(np.int32)
         return lengths
 
-    def _passes(self, block_tables: Int32Column, passes: Sequence[TokenRuns], others: HostArrays) -> ForwardPasses:
-        assert self._kv_cache is not None, "drafts before the first epoch"
-        return ForwardPasses(self._ops, self._kv_cache, block_tables=block_tables, passes=passes, others=others)
 
-    def _compute(self, passes: ForwardPasses, number: int, token_ids: Tensor) -> Tensor:
-        return passes.compute(number, lambda positions: self._model.forward(token_ids, positions))
+@dataclass(frozen=True, slots=True)
+class _Backlog:
+    """What each row computes before its drafts; some of that only the device knows."""
+
+    slots: npt.NDArray[np.int64]  # [num_rows]
+    token_ids: Sequence[Int32Column]  # [num_rows], each row's known tokens
+    firsts: npt.NDArray[np.int64]
+    """[num_rows], the first position of each; meaningless where `follows_drafts`."""
+    lengths: Int32Column  # [num_rows], at least 1
+    follows_drafts: npt.NDArray[np.bool_]
+    """[num_rows], whether a row computes its last two tokens, which the host does not know."""
+    is_to_end: npt.NDArray[np.bool_]
+    """[num_rows], whether it ends with a last token that the host does not know."""
+
+    def arrays(self) -> HostArrays:
+        """The arrays to upload."""
+        ends = np.cumsum(self.lengths, dtype=np.int64)
+        starts = ends - self.lengths
+        token_ids = np.zeros(ends[-1], np.int64)
+        for row in np.flatnonzero(~self.follows_drafts).tolist():
+            first = self.firsts[row]
+            known = self.token_ids[row][first : first + self.lengths[row]]
+            token_ids[starts[row] : starts[row] + len(known)] = known
+        return {
+            "slots": self.slots,
+            "token_ids": token_ids,
+            "firsts": self.firsts,
+            "to_end": np.flatnonzero(self.is_to_end),
+            "ends": ends[self.is_to_end] - 1,
+            "followers": np.flatnonzero(self.follows_drafts),
+            "starts": starts[self.follows_drafts],
+        }

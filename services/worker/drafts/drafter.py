@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from services.worker.batch.block_tables import BlockTables
-from services.worker.batch.decodes import NO_DRAFTS, Drafts, DraftSource
+from services.worker.batch.decodes import NO_DRAFTS, DraftRoom, Drafts, DraftSource
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.batch.step_input import StepInput, StepTokens
 from services.worker.forward.kv_cache import KvCache, KvCacheSpec
@@ -37,22 +37,30 @@ class DraftRows:
     """Sequences to draft for."""
 
     slots: Int32Column  # [num_rows]
+    num_tokens: Int32Column
+    """[num_rows], see `DraftRoom`."""
     most: Int32Column  # [num_rows], the most drafts wanted for each, at least 1
     most_together: int
     """Most drafts for all of them; first rows first."""
     token_ids: tuple[Int32Column, ...]
-    """Each row's known tokens, at least one; not written."""
+    """Each row's known tokens, at least one; not written. Those of the last step may be missing for a proposer that
+    does not need them."""
     tables: BlockTables
     """The worker's. A row's blocks have room for its known tokens and `most` more."""
 
     @property
     def num_known(self) -> Int32Column:
-        """[num_rows]."""
+        """[num_rows], how many tokens the host knows."""
         return np.array([len(token_ids) for token_ids in self.token_ids], np.int32)
 
     def block_tables(self) -> Int32Column:
         """[num_rows, most blocks of one row]."""
         return self.tables.rows(self.slots, int(self.tables.num_blocks(self.slots).max()))
+
+    def ends(self, limits: BatchLimits) -> Int32Column:
+        """[num_rows], where the room of each for tokens ends: in its blocks, or with the context."""
+        ends: Int32Column = np.minimum(self.tables.num_blocks(self.slots) * limits.block_size, limits.context_length)
+        return ends
 
     def counts_in_room(self) -> Int32Column:
         """[num_rows], drafts each may have within `most` and `most_together`."""
@@ -87,6 +95,9 @@ class DraftProposer:
 
     # What a token needs in the proposer's own KV cache.
     kv_cache_spec = KvCacheSpec(())
+    needs_tokens = True
+    """Whether `propose` needs all tokens so far. If not, a launch does not wait for those of the step before it until
+    the device has been given its drafts."""
 
     def attach(self, limits: BatchLimits, kv_cache: KvCache) -> None:
         """Begin an epoch. `kv_cache` is the model's; block ids refer to it."""
@@ -106,6 +117,8 @@ class DraftProposer:
 
     def propose(self, rows: DraftRows) -> Drafts:
         """Guess the next tokens of at least one sequence, after what was planned to be noted of the last step.
+
+        What the device then computes is enqueued after that step, so it finds each row's last token and its position.
 
         Returns:
             For each row 0 to `most` tokens, and at most `most_together` in total.
@@ -160,21 +173,26 @@ class Drafter(DraftSource):
         return np.array([self._sequences[slot].token_ids[-1] for slot in slots.tolist()], np.int32)
 
     @override
-    def propose(self, slots: Int32Column, most: Int32Column, *, most_together: int, tables: BlockTables) -> Drafts:
-        most = np.minimum(most, self._num_draft_tokens)
+    def propose(self, room: DraftRoom) -> Drafts:
+        slots, most = room.slots, np.minimum(room.most, self._num_draft_tokens)
         sequences = [self._sequences[slot] for slot in slots.tolist()]
         wanted = np.array([seq.want(n) for seq, n in zip(sequences, most.tolist(), strict=True)], np.int32)
         rows = np.flatnonzero(wanted)
-        most_together = min(most_together, _MAX_DRAFTED_TOGETHER)
+        most_together = min(room.most_together, _MAX_DRAFTED_TOGETHER)
         if not len(rows) or not most_together:
             return Drafts(NO_DRAFTS, np.zeros(len(slots), np.int32))
         token_ids = tuple(sequences[row].token_ids for row in rows.tolist())
-        drafts = self._proposer.propose(DraftRows(slots[rows], wanted[rows], most_together, token_ids, tables))
+        drafts = self._proposer.propose(
+            DraftRows(slots[rows], room.num_tokens[rows], wanted[rows], most_together, token_ids, room.tables)
+        )
         counts = np.zeros(len(slots), np.int32)
         counts[rows] = drafts.counts
-        for row, count in zip(rows.tolist(), drafts.counts.tolist(), strict=True):
-            sequences[row].num_drafted = count
         return replace(drafts, counts=counts)
+
+    @override
+    def use(self, slots: Int32Column, counts: Int32Column) -> None:
+        for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
+            self._sequences[slot].num_drafted = count
 
     @override
     def record(self, slots: Int32Column, token_ids: Int32Column, counts: Int32Column | None) -> None:
@@ -214,8 +232,7 @@ class _DraftedSequence:
         self.num_tokens = end
 
     def want(self, max_tokens: int) -> int:
-        """How many tokens to draft. Call once per step, then set `num_drafted`."""
-        self.num_drafted = 0
+        """How many tokens to draft. Call once per step; `num_drafted` is set before what came of them is learned."""
         if self._num_steps_alone:
             self._num_steps_alone -= 1
             return 0

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from services.worker.forward.staging import HostArrays
 from services.worker.ops import Ops
 from shared.step.columns import Int32Column
 
@@ -79,12 +80,22 @@ class DraftChain:
             drafted.append(token_ids)
         return torch.cat(drafted)
 
-    def by_row(self) -> npt.NDArray[np.int64]:
-        """[sum of counts], where `draft` leaves the drafts, row after row."""
-        has_draft = np.arange(len(self.sizes))[:, None] < self.counts[self.order]
+    def arrays(self) -> HostArrays:
+        """Where `draft` leaves the drafts, in int64.
+
+        Returns:
+            `by_row` [sum of counts]: all of them, row after row. For each of `drafting`, `last_drafts`: its last one,
+            and `counts`: how many it has.
+        """
+        counts = self.counts[self.order].astype(np.int64)
+        has_draft = np.arange(len(self.sizes))[:, None] < counts
         by_place = np.zeros(has_draft.shape, np.int64)
         by_place[has_draft] = np.arange(has_draft.sum())
         by_row = np.empty_like(by_place.T)
         by_row[self.order] = by_place.T
-        places: npt.NDArray[np.int64] = by_row[np.arange(len(self.sizes)) < self.counts[:, None]]
-        return places
+        counts = counts[: len(self.drafting)]
+        return {
+            "by_row": by_row[np.arange(len(self.sizes)) < self.counts[:, None]],
+            "last_drafts": by_place[counts - 1, np.arange(len(counts))],
+            "counts": counts,
+        }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,14 +14,15 @@ from typing_extensions import override
 from services.worker.batch.decodes import Drafts
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.batch.step_input import StepInput, StepTokens
+from services.worker.drafts.device_passes import DevicePasses, Sequences
 from services.worker.drafts.drafter import ComputedTokens, DraftProposer, DraftRows, Observe
 from services.worker.drafts.greedy_drafts import DraftChain
-from services.worker.drafts.token_runs import ForwardPasses, TokenRuns
+from services.worker.drafts.token_runs import ForwardPass, TokenRuns
 from services.worker.forward.forward_context import get_forward_context
 from services.worker.forward.kv_cache import KvCache
 from services.worker.forward.staging import HostArrays, upload_arrays
 from services.worker.models.protocol import MtpLayers
-from services.worker.ops import Ops
+from services.worker.ops import Ops, SlotColumns
 from shared.step.columns import Int32Column
 
 _IntArray = npt.NDArray[np.int64]
@@ -49,10 +49,13 @@ class MtpProposer(DraftProposer):
     `MTPSpeculator`, which also shares selections.
     """
 
+    needs_tokens = False
+
     def __init__(self, layers: MtpLayers, ops: Ops) -> None:
         self._layers = layers
         self._ops = ops
         self._kv_cache: KvCache | None = None
+        self._limits: BatchLimits | None = None
         # The slots' hidden states that wait for the next chunk, and the position of its first token; 0: none waits.
         self._awaited: _IntArray = np.empty(0, np.int64)  # [max_num_seqs]
         # Slots that the device is to forget with the next step.
@@ -65,7 +68,7 @@ class MtpProposer(DraftProposer):
 
     @override
     def attach(self, limits: BatchLimits, kv_cache: KvCache) -> None:
-        self._kv_cache = kv_cache
+        self._kv_cache, self._limits = kv_cache, limits
         self._awaited = np.zeros(limits.max_num_seqs, np.int64)
         self._forgotten = []
         self._waiting = torch.zeros(limits.max_num_seqs, 0)
@@ -106,20 +109,27 @@ class MtpProposer(DraftProposer):
 
     def propose(self, rows: DraftRows) -> Drafts:
         """See `DraftProposer.propose`; the device computes them, see `greedy_drafts`."""
+        assert self._limits is not None, "drafts before the first epoch"
         chain = DraftChain.make(rows.counts_in_room())
-        num_known = rows.num_known[chain.drafting]
-        # The first draft is at position `num_known`; it is combined with the hidden state of the token just before.
-        runs = [TokenRuns.single(num_known[:size] + (place - 1)) for place, size in enumerate(chain.sizes[1:])]
-        arrays = {"slots": rows.slots[chain.drafting].astype(np.int64), "by_row": chain.by_row()}
-        tables = rows.block_tables()[chain.drafting]
-        return Drafts.on_device(chain.counts, lambda: self._draft(chain, self._passes(tables, runs, arrays)))
+        drafting = chain.drafting
+        arrays = {"slots": rows.slots[drafting].astype(np.int64), **chain.arrays()}
+        sequences = Sequences(rows.block_tables()[drafting], rows.ends(self._limits)[drafting])
 
-    def _draft(self, chain: DraftChain, passes: ForwardPasses) -> Tensor:
+        def compute(columns: SlotColumns) -> Tensor:
+            assert self._kv_cache is not None, "drafts before the first epoch"
+            passes = DevicePasses(self._ops, self._kv_cache, sequences, arrays)
+            # The first draft is combined with the hidden state of the token just before it, the last one.
+            passes.begin(columns.position.index_select(0, passes.arrays["slots"]), len(chain.sizes) - 1)
+            return self._draft(chain, passes)
+
+        return Drafts.on_device(chain.counts, compute)
+
+    def _draft(self, chain: DraftChain, passes: DevicePasses) -> Tensor:
         """Compute a chain's drafts, row after row."""
 
         def advance(token_ids: Tensor, hidden: Tensor, num_drafted: int) -> Tensor:
             layer = min(num_drafted, self._layers.num_layers - 1)
-            return passes.compute(num_drafted - 1, partial(forward, hidden, token_ids, layer=layer))
+            return passes.compute(num_drafted - 1, len(token_ids), partial(forward, hidden, token_ids, layer=layer))
 
         def forward(hidden: Tensor, token_ids: Tensor, positions: Tensor, layer: int) -> Tensor:
             if self._layers.num_shared_positions:
@@ -138,8 +148,10 @@ class MtpProposer(DraftProposer):
 
     def _compute_known(self, known: _KnownTokens, computed: ComputedTokens) -> None:
         """Run all layers over `known`, which are those of a step."""
-        passes = self._passes(known.block_tables, [known.runs], known.arrays())
-        arrays = passes.arrays
+        assert self._kv_cache is not None, "drafts before the first epoch"
+        tables, others = known.block_tables, known.arrays()
+        its_pass = ForwardPass(self._ops, self._kv_cache, known.runs, block_tables=tables, others=others)
+        arrays = its_pass.arrays
         starts, lasts, slots = (arrays[name] for name in ("starts", "lasts", "slots"))
         token_ids = arrays["token_ids"].index_copy(0, arrays["drawn"], computed.drawn)
         if computed.counts is not None:
@@ -160,7 +172,7 @@ class MtpProposer(DraftProposer):
                 self._last[layer, slots] = its_states[lasts]
             return states
 
-        passes.compute(0, forward)
+        its_pass.compute(forward)
 
     def _selection_of(self, rows: Tensor, positions: Tensor) -> Tensor:
         """What some tokens of the running pass attended to, [num_rows, num_shared_positions] int64."""
@@ -169,10 +181,6 @@ class MtpProposer(DraftProposer):
             return selected[rows]
         all_positions = torch.arange(self._layers.num_shared_positions, device=positions.device)
         return torch.where(all_positions <= positions[rows][:, None], all_positions, -1)
-
-    def _passes(self, block_tables: Int32Column, passes: Sequence[TokenRuns], others: HostArrays) -> ForwardPasses:
-        assert self._kv_cache is not None, "drafts before the first epoch"
-        return ForwardPasses(self._ops, self._kv_cache, block_tables=block_tables, passes=passes, others=others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +233,7 @@ class _KnownTokens:
         )
 
     def arrays(self) -> HostArrays:
-        """What the layers need on the device besides what `ForwardPasses` uploads itself."""
+        """What the layers need on the device besides what `ForwardPass` uploads itself."""
         return {
             "slots": self.slots,
             "places": self.places,

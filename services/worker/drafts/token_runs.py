@@ -1,8 +1,8 @@
-"""Forward passes besides a step's own."""
+"""Forward passes besides a step's own, at positions that the host knows; `device_passes` has the others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,6 @@ class TokenRuns:
 
     first_positions: IntArray  # [num_runs]
     lengths: IntArray  # [num_runs], at least 1
-
-    @classmethod
-    def single(cls, positions: IntArray) -> TokenRuns:
-        """Runs of one token each."""
-        return cls(positions, np.ones_like(positions))
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
@@ -67,56 +62,61 @@ class TokenRuns:
         }
 
 
-class ForwardPasses:
-    """Forward passes over the same sequences, one after another, whose inputs are on the device before the first one.
-
-    Token ids are not among them: those of a later pass are mostly computed by an earlier one.
-    """
+class ForwardPass:
+    """A forward pass whose inputs the host knows, but for the token ids."""
 
     def __init__(
-        self,
-        ops: Ops,
-        kv_cache: KvCache,
-        *,
-        block_tables: Int32Column,
-        passes: Sequence[TokenRuns],
-        others: HostArrays,
+        self, ops: Ops, kv_cache: KvCache, runs: TokenRuns, *, block_tables: Int32Column, others: HostArrays
     ) -> None:
-        """Upload what the passes need, in one transfer that the host does not wait for.
+        """Upload what the pass needs, in one transfer that the host does not wait for.
 
         Args:
-            block_tables: [num_seqs, most blocks of one sequence], with the blocks of all tokens of `passes`.
-            passes: Each has one run for each of the first sequences; at least one run.
+            runs: At least one.
+            block_tables: [num_seqs, most blocks of one sequence], with the blocks of all tokens.
             others: More int32, int64 or float32 arrays to upload, named otherwise than those here.
         """
         self._ops = ops
         self._kv_cache = kv_cache
-        self._passes = passes
-        arrays = {**others, "block_tables": block_tables}
-        for number, runs in enumerate(passes):
-            its_arrays = runs.arrays(block_tables, kv_cache.block_size)
-            arrays |= {f"{name} {number}": values for name, values in its_arrays.items()}
+        self._runs = runs
+        arrays = {**others, "block_tables": block_tables, **runs.arrays(block_tables, kv_cache.block_size)}
         self.arrays = upload_arrays(arrays, kv_cache.device)
-        """What was uploaded, by name: `others` and what the passes need."""
+        """What was uploaded, by name: `others` and what the pass needs."""
 
-    def compute(self, number: int, forward: Callable[[Tensor], Tensor]) -> Tensor:
-        """Call `forward` with the positions [num_tokens] int64 of a pass, in its forward context."""
-        attention = self._attention(number)
-        with forward_context(ForwardContext.for_step(self._ops, attention, self._kv_cache)):
-            return forward(self.arrays[f"positions {number}"])
-
-    def _attention(self, number: int) -> AttentionMetadata:
-        runs = self._passes[number]
-        context_lens, max_query_len = tuple(runs.context_lens.tolist()), int(runs.lengths.max())
-        return AttentionMetadata(
-            # A decode has one token and its drafts; a backend treats longer runs as parts of prompts.
-            is_prefill=max_query_len > 1 + MAX_DRAFT_TOKENS,
-            slot_mapping=self.arrays[f"slot_mapping {number}"],
-            block_tables=self.arrays["block_tables"][: len(runs.lengths)],
-            context_lens=self.arrays[f"context_lens {number}"],
-            cu_seqlens_q=self.arrays[f"cu_seqlens_q {number}"],
+    def compute(self, forward: Callable[[Tensor], Tensor]) -> Tensor:
+        """Call `forward` with the positions [num_tokens] int64, in the pass's forward context."""
+        arrays, runs = self.arrays, self._runs
+        attention = run_metadata(
+            arrays["slot_mapping"],
+            arrays["block_tables"],
+            arrays["context_lens"],
+            arrays["cu_seqlens_q"],
             query_lens=tuple(runs.lengths.tolist()),
-            context_lens_host=context_lens,
-            max_query_len=max_query_len,
-            max_context_len=max(context_lens),
+            context_lens_host=tuple(runs.context_lens.tolist()),
         )
+        with forward_context(ForwardContext.for_step(self._ops, attention, self._kv_cache)):
+            return forward(arrays["positions"])
+
+
+def run_metadata(
+    slot_mapping: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    query_lens: tuple[int, ...],
+    context_lens_host: tuple[int, ...],
+) -> AttentionMetadata:
+    """The metadata of runs; see `AttentionMetadata`."""
+    max_query_len = max(query_lens)
+    return AttentionMetadata(
+        # A decode has one token and its drafts; a backend treats longer runs as parts of prompts.
+        is_prefill=max_query_len > 1 + MAX_DRAFT_TOKENS,
+        slot_mapping=slot_mapping,
+        block_tables=block_tables,
+        context_lens=context_lens,
+        cu_seqlens_q=cu_seqlens_q,
+        query_lens=query_lens,
+        context_lens_host=context_lens_host,
+        max_query_len=max_query_len,
+        max_context_len=max(context_lens_host),
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import torch
 
 from services.worker.batch.device_batch import DeviceBatch
@@ -37,11 +38,11 @@ class BatchRunner:
 
     With a draft proposer a launch waits for the tokens of the step before: the device accepts drafts and records the
     last tokens, but the host plans the next step, and what that computes depends on how many were accepted. Meanwhile
-    the proposer's layers compute what they need of the step, so the device is idle only if they have less to do than
-    the host:
+    the device notes that step for the proposer, and drafts for the next one. It needs no tokens of the host for that,
+    unless drafts are looked up in them:
 
-        host      launch N   wait for the tokens of N - 1   plan N + 1 and launch it
-        device    ──── N ────┤── the proposer notes N ──────────┤    ├── N + 1 ──
+        host      begin N, enqueue its drafts   wait for the tokens of N - 1   plan N and launch it
+        device    ──── N - 1 ───────┤── N - 1 is noted ──┤── drafts for N ──────────┤── N ──
     """
 
     def __init__(
@@ -66,10 +67,12 @@ class BatchRunner:
         columns = DeviceBatch(rank.ops, batch.limits, rank.device, decode_draws=draws)
         self._proposer = proposer
         self._work = StepWork(rank, kv_cache, columns, graphs, has_drafts=proposer is not None, states=states)
-        # The last step with a proposer, until the batch has learned its tokens.
+        # Whether what is proposed depends on the tokens of the step before, or the host has them anyway.
+        self._is_asked_first = not rank.stream.is_async or proposer is None or proposer.needs_tokens
+        # The last step with a proposer, until the batch was told its tokens.
         self._unrecorded: PendingStep | None = None
         # What the proposer notes of that step.
-        self._noting: EnqueuedWork | None = None
+        self._noting: list[EnqueuedWork] = []
         # The last step with edited rows, until their states have learned its tokens.
         self._unlearned: PendingStep | None = None
 
@@ -78,22 +81,28 @@ class BatchRunner:
         """Update the batch, and have the device compute the step.
 
         Raises:
-            StepMismatchError: the step does not fit the batch; nothing was computed.
+            StepMismatchError: the step does not fit the batch; nothing was computed but drafts for it.
         """
+        if self._unrecorded is not None and self._is_asked_first:
+            self._record_sampled(self._unrecorded, step)
+        planned = self._batch.begin(step)
+        # The time that the proposer took counts as that of the step.
+        enqueued, self._noting = self._noting, []
+        if planned.drafts is not None and planned.drafts.device is not None:
+            enqueued.append(self._stream.enqueue(partial(self._work.draft, planned.drafts.device)))
         if self._unrecorded is not None:
-            self._record_sampled(self._unrecorded)
-        step_input = self._batch.apply(step)
+            self._record_sampled(self._unrecorded, step)
+        step_input = self._batch.finish(planned)
         dp = _dp_metadata(step, self._rank.layout, step_input.num_tokens)
         job = self._make_job(step_input, dp)
         job.staging.pack(self._work.arrays(job))
-        enqueued = [self._stream.enqueue(partial(self._work.compute, job))]
+        enqueued.append(self._stream.enqueue(partial(self._work.compute, job)))
         pending = PendingStep(step, job, enqueued, self._rank)
-        if self._proposer is not None:
-            # The time that the proposer took for the last step counts as that of this one.
-            enqueued += [] if self._noting is None else [self._noting]
-            self._unrecorded, self._noting = pending, self._note(self._proposer, job)
-            return pending
         self._batch.record_drawn(step_input.row_slots)
+        if self._proposer is not None:
+            self._unrecorded = pending
+            self._note(self._proposer, job)
+            return pending
         if job.options is not None and job.is_edited:
             self._learn_tokens()
             pending.edited = edited = job.options.edit()
@@ -117,17 +126,24 @@ class BatchRunner:
             results=JobResults(),
         )
 
-    def _record_sampled(self, pending: PendingStep) -> None:
-        """Tell the batch, and so the proposer, the tokens of the last step with drafts. Waits for these."""
-        sampled = pending.sampled()
-        self._batch.record_sampled(pending.job.step_input.row_slots, sampled.token_ids, sampled.counts)
-        self._unrecorded = None
+    def _record_sampled(self, pending: PendingStep, step: Step) -> None:
+        """Tell the batch the tokens of the step before `step`. Waits for these.
 
-    def _note(self, proposer: DraftProposer, job: StepJob) -> EnqueuedWork | None:
-        """Let the proposer note a step that was enqueued; None if it has nothing to note."""
+        A slot that leaves in `step` may have another sequence by now.
+        """
+        self._unrecorded = None
+        sampled, slots = pending.sampled(), pending.job.step_input.row_slots
+        if len(step.leave_slots):
+            stays = np.isin(slots, step.leave_slots, invert=True)
+            sampled, slots = sampled.of_rows(stays), slots[stays]
+        self._batch.record_sampled(slots, sampled.token_ids, sampled.counts)
+
+    def _note(self, proposer: DraftProposer, job: StepJob) -> None:
+        """Let the proposer note a step that was enqueued, if it has anything to note."""
         assert job.tokens is not None, "made for every step with drafts"
         note = proposer.observe(job.step_input, job.tokens) if len(job.step_input.slots) else None
-        return None if note is None else self._stream.enqueue(partial(self._work.observe, job, note))
+        if note is not None:
+            self._noting.append(self._stream.enqueue(partial(self._work.observe, job, note)))
 
     def _learn_tokens(self) -> None:
         """Tell the sequences with edited logits the tokens that they drew last. Waits for these."""

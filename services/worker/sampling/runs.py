@@ -61,6 +61,11 @@ class SampledTokens:
         not_finite_rows = (firsts < 0).nonzero()[0].astype(np.int32)
         return cls(np.maximum(drawn, 0).astype(np.int32), not_finite_rows, counts, failed_grammar_rows=_NO_ROWS)
 
+    def of_rows(self, rows: npt.NDArray[np.bool_]) -> SampledTokens:
+        """The tokens of the rows that are True, without what else is known of them."""
+        each = rows if self.counts is None else np.repeat(rows, self.counts)
+        return SampledTokens(self.token_ids[each], _NO_ROWS, None if self.counts is None else self.counts[rows])
+
     def of_some(self, numbers: _Numbers, num_rows: int) -> SampledTokens:
         """The tokens of `num_rows` rows, of which these are the rows `numbers`, and the others have none."""
         counts = np.zeros(num_rows, np.int32)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from services.worker.batch.decodes import Drafts
+from services.worker.batch.decodes import DeviceDrafts, Drafts
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.batch.step_input import StepInput, StepTokens
 from services.worker.drafts.drafter import DraftProposer, DraftRows, Observe
@@ -27,7 +27,7 @@ from services.worker.layers.norm import RmsNorm
 from services.worker.models.loader import LoadedModel
 from services.worker.models.parts.decoder import DecoderModel
 from services.worker.models.registry import CausalLM
-from services.worker.ops import AttentionParams, load_ops
+from services.worker.ops import AttentionParams, SlotColumns, load_ops
 from shared.request.sampling_params import SamplingOptions
 from shared.step.columns import Int32Column
 from tests.support.models.paged_model import attention_metadata
@@ -185,17 +185,17 @@ class CheckedProposer(DraftProposer):
             for token in (self._oracle(known.tolist(), count) if count else ())
         ]
         self.num_drafted += len(expected)
-        compute = drafts.compute
-        if compute is None:
+        if drafts.device is None:
             assert drafts.token_ids.tolist() == expected
             return drafts
+        compute = drafts.device.compute
 
-        def compute_checked() -> Tensor:
-            token_ids = compute()
+        def compute_checked(columns: SlotColumns) -> Tensor:
+            token_ids = compute(columns)
             assert token_ids.tolist() == expected
             return token_ids
 
-        return replace(drafts, compute=compute_checked)
+        return replace(drafts, device=DeviceDrafts(compute_checked))
 
 
 def num_accepted(driver: WorkerDriver) -> int:

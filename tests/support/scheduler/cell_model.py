@@ -22,8 +22,7 @@ from typing_extensions import override
 
 from lockstep.internal.v1 import worker_pb2
 from services.scheduler.core.batch.step import Step
-from services.worker.batch.block_tables import BlockTables
-from services.worker.batch.decodes import Drafts
+from services.worker.batch.decodes import DraftRoom, Drafts
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.batch.input_batch import InputBatch
 from services.worker.batch.step_input import StepInput, StepTokens
@@ -284,15 +283,19 @@ class EagerDrafter(Drafter):
         return np.array([self._known[slot][-1] for slot in slots.tolist()], np.int32)
 
     @override
-    def propose(self, slots: Int32Column, most: Int32Column, *, most_together: int, tables: BlockTables) -> Drafts:
+    def propose(self, room: DraftRoom) -> Drafts:
         token_ids: list[int] = []
         counts: list[int] = []
-        for slot, max_tokens in zip(slots.tolist(), most.tolist(), strict=True):
-            num_left = min(max_tokens, self._num_draft_tokens, most_together - len(token_ids))
+        for slot, max_tokens in zip(room.slots.tolist(), room.most.tolist(), strict=True):
+            num_left = min(max_tokens, self._num_draft_tokens, room.most_together - len(token_ids))
             guess = self._lookup.look_up(np.array(self._known[slot], np.int32), num_left).tolist() if num_left else []
             token_ids += guess
             counts.append(len(guess))
         return Drafts(np.array(token_ids, np.int32), np.array(counts, np.int32))
+
+    @override
+    def use(self, slots: Int32Column, counts: Int32Column) -> None:
+        pass
 
     @override
     def record(self, slots: Int32Column, token_ids: Int32Column, counts: Int32Column | None) -> None:
@@ -378,6 +381,7 @@ class WorkerModel:
         not_finite_saves = self._save_states(step, inputs)
         tokens = np.array([token_id for run in runs for token_id in run], np.int32)
         self._last_token[inputs.row_slots] = [run[-1] for run in runs]
+        self._batch.record_drawn(inputs.row_slots)
         self._batch.record_sampled(inputs.row_slots, tokens, np.array([len(run) for run in runs], np.int32))
         numbers = range(len(runs)) if inputs.row_numbers is None else inputs.row_numbers.tolist()
         self.last_rows = dict(zip(numbers, inputs.row_slots.tolist(), strict=True))

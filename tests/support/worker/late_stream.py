@@ -36,6 +36,11 @@ class LateStream:
         self._thread = threading.Thread(target=self._run, name="late device", daemon=True)
         self._thread.start()
 
+    @property
+    def num_enqueued(self) -> int:
+        """Pieces of work so far."""
+        return self._num_enqueued
+
     def hold(self) -> None:
         """Begin no further work until `release`."""
         with self._changed:

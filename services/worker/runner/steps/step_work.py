@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.worker.batch.decodes import DeviceDrafts
 from services.worker.batch.device_batch import DeviceBatch
 from services.worker.batch.step_input import StepInput
 from services.worker.drafts.drafted_states import DraftedRows, ModelStates
@@ -89,7 +90,9 @@ class StepWork:
             arrays["place_slots"] = arrays["row_slots"][row]
             arrays["place_positions"] = step_input.row_positions[row] + job.runs.offsets()
             arrays |= job.runs.arrays()
-            if step_input.compute_drafts is not None:
+            if step_input.chosen_drafts is not None:
+                arrays["chosen_drafts"] = step_input.chosen_drafts
+            if step_input.device_drafts is not None:
                 # Decodes are a step's first sequences, so their tokens are its first ones too.
                 arrays["drafted_places"] = job.runs.drafted()
             if (padded := self._draft_graph(job)) is not None:
@@ -110,14 +113,19 @@ class StepWork:
         return arrays
 
     @torch.inference_mode()
+    def draft(self, drafts: DeviceDrafts) -> None:
+        """Compute the drafts for the next step, once the last one was noted."""
+        drafts.token_ids = drafts.compute(self._columns.columns)
+
+    @torch.inference_mode()
     def compute(self, job: StepJob) -> None:
         """A step's work up to its results, except for the second draw of edited rows; see `Stream.enqueue`."""
         arrays = job.staging.upload()
         self._columns.apply(arrays, job.step_input.table_width)
         if self._states is not None:
             self._states.cache.begin_sequences(arrays)
-        if job.step_input.compute_drafts is not None:
-            arrays = _with_drafts(arrays, job.step_input.compute_drafts())
+        if job.step_input.device_drafts is not None:
+            arrays = _with_drafts(arrays, job.step_input.device_drafts)
         if job.step_input.is_plain_decode:
             hidden, positions = self._decode(job)
         else:
@@ -322,18 +330,20 @@ class _DraftGraph(NamedTuple):
     size: int
 
 
-def _with_drafts(arrays: dict[str, Tensor], drafts: Tensor) -> dict[str, Tensor]:
-    """A step's arrays with the drafts [num_drafts] int64 that the device has computed for it, if it has any."""
-    if "drafted_places" not in arrays:
-        return arrays
+def _with_drafts(arrays: dict[str, Tensor], drafts: DeviceDrafts) -> dict[str, Tensor]:
+    """The arrays of a step with drafts that the device has computed for it."""
+    token_ids, drafts.token_ids = drafts.token_ids, None
+    assert token_ids is not None, "computed by `draft`"
+    if "chosen_drafts" in arrays:
+        token_ids = token_ids[arrays["chosen_drafts"]]
     places = arrays["drafted_places"]
     name, tokens = "token_ids", places + 1
     if "padded_token_ids" in arrays:
         name, tokens = "padded_token_ids", arrays["padded_places"][tokens]
     return {
         **arrays,
-        "run_wanted": arrays["run_wanted"].index_copy(0, places, drafts),
-        name: arrays[name].index_copy(0, tokens, drafts),
+        "run_wanted": arrays["run_wanted"].index_copy(0, places, token_ids),
+        name: arrays[name].index_copy(0, tokens, token_ids),
     }
 
 

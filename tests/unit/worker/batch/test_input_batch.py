@@ -217,7 +217,7 @@ def make_batch() -> InputBatch:
     """Slots 3 and 1, entered in that order, with five and two tokens, sampled once."""
     batch = InputBatch(LIMITS)
     step_input = batch.apply(prefill_step(make_enter(3, [1, 2, 3, 4, 5], [7, 8]), make_enter(1, [6, 7], [9])))
-    batch.record_sampled(step_input.row_slots, column([50, 51]))
+    batch.record_drawn(step_input.row_slots)
     return batch
 
 
@@ -357,7 +357,7 @@ def test_a_sequence_is_not_decoded_before_its_prompt_is_complete() -> None:
 def test_a_decode_with_a_full_table_is_refused_until_it_gets_a_block() -> None:
     batch = InputBatch(LIMITS)
     step_input = batch.apply(prefill_step(make_enter(0, [1, 2, 3, 4], [5])))
-    batch.record_sampled(step_input.row_slots, column([9]))
+    batch.record_drawn(step_input.row_slots)
     with pytest.raises(StepMismatchError):
         batch.apply(decode_step())
     step_input = batch.apply(decode_step(append=[(0, 17)]))
@@ -368,7 +368,7 @@ def test_a_sequence_that_fills_the_context_is_computed_but_not_continued() -> No
     batch = InputBatch(LIMITS)
     step_input = batch.apply(prefill_step(make_enter(0, [1] * 32, range(8))))
     assert batch.tokens(step_input).positions.tolist() == list(range(32))
-    batch.record_sampled(step_input.row_slots, column([9]))
+    batch.record_drawn(step_input.row_slots)
     with pytest.raises(StepMismatchError):
         batch.apply(decode_step())
 
@@ -377,7 +377,7 @@ def test_more_rows_than_the_token_budget_are_refused() -> None:
     batch = InputBatch(dataclasses.replace(LIMITS, max_num_batched_tokens=1))
     for slot in (0, 1):
         step_input = batch.apply(prefill_step(make_enter(slot, [1], [slot])))
-        batch.record_sampled(step_input.row_slots, column([1]))
+        batch.record_drawn(step_input.row_slots)
     with pytest.raises(StepMismatchError):
         batch.apply(decode_step())
 
@@ -387,7 +387,7 @@ def test_a_slot_can_be_entered_again_in_the_step_in_which_it_is_left() -> None:
     step_input = batch.apply(prefill_step(make_enter(3, [8], [20]), leave=[3]))
     tokens = batch.tokens(step_input)
     assert (tokens.token_ids.tolist(), tokens.block_tables.tolist()) == ([8], [[20]])
-    batch.record_sampled(step_input.row_slots, column([60]))
+    batch.record_drawn(step_input.row_slots)
     decoded = batch.apply(decode_step())
     assert (decoded.row_slots.tolist(), batch.tokens(decoded).positions.tolist()) == ([1, 3], [2, 1])
 
@@ -404,7 +404,7 @@ def test_arrays_of_a_step_do_not_change_with_the_next_one() -> None:
     tokens = batch.tokens(first)
     arrays = (tokens.token_ids, tokens.block_tables, first.context_lens, first.row_slots, first.row_positions)
     copies = [array.copy() for array in arrays]
-    batch.record_sampled(first.row_slots, column([1, 2]))
+    batch.record_drawn(first.row_slots)
     batch.apply(prefill_step(make_enter(3, [8], [20]), leave=[3]))
     for array, copy in zip(arrays, copies, strict=True):
         np.testing.assert_array_equal(array, copy)
@@ -441,12 +441,12 @@ def test_options_apply_only_to_the_rows_of_their_sequences() -> None:
     step_input = batch.apply(mixed_step(with_bias))
     # Its prompt is not complete: it has no row.
     assert batch.sampling(step_input).states == {}
-    batch.record_sampled(step_input.row_slots, column([1, 2]))
+    batch.record_drawn(step_input.row_slots)
     step_input = batch.apply(mixed_step(with_options(make_enter(2, [3], [12]), min_p=0.5), chunks=[make_chunk(0, [4])]))
     assert step_input.row_slots.tolist() == [3, 1, 0, 2]
     states = batch.sampling(step_input).states
     assert {row: state.options.min_p for row, state in states.items()} == {2: 0.0, 3: 0.5}
-    batch.record_sampled(step_input.row_slots, column([1, 2, 3, 4]))
+    batch.record_drawn(step_input.row_slots)
     assert list(batch.sampling(batch.apply(decode_step(rows=[2, 3]))).states) == [0]
     # The next sequence in the slot has none.
     step_input = batch.apply(prefill_step(make_enter(0, [1], [10]), leave=[0]))

@@ -44,9 +44,15 @@ def make_batch(proposer: ScriptedProposer, limits: BatchLimits = LIMITS) -> Inpu
     return InputBatch(limits, drafter=Drafter(proposer, MOST))
 
 
+def record(batch: InputBatch, slots: Int32Column, token_ids: Int32Column, counts: Int32Column | None = None) -> None:
+    """Append the tokens of a step."""
+    batch.record_drawn(slots)
+    batch.record_sampled(slots, token_ids, counts)
+
+
 def begin(batch: InputBatch, step: Step, *sampled: int) -> StepInput:
     step_input = batch.apply(step)
-    batch.record_sampled(step_input.row_slots, column(sampled))
+    record(batch, step_input.row_slots, column(sampled))
     return step_input
 
 
@@ -88,7 +94,7 @@ def test_the_next_step_starts_from_the_last_accepted_token(count: int, next_toke
     batch = make_batch(ScriptedProposer({(1, 2, 3, 4, 9): [50, 51]}))
     begin(batch, prefill_step(make_enter(2, [1, 2, 3, 4], [10, 11])), 9)
     step_input = batch.apply(decode_step())
-    batch.record_sampled(step_input.row_slots, column([50, 51, 52][:count]), column([count]))
+    record(batch, step_input.row_slots, column([50, 51, 52][:count]), column([count]))
     after = batch.apply(decode_step())
     # The cache entries after that position belonged to wrong drafts.
     tokens = batch.tokens(after)
@@ -104,7 +110,7 @@ def test_a_proposer_sees_all_known_tokens_in_order() -> None:
     batch.apply(prefill_step(enter))
     begin(batch, prefill_step(chunks=[make_chunk(2, [6])]), 9)
     step_input = batch.apply(decode_step())
-    batch.record_sampled(step_input.row_slots, column([7, 30]), column([2]))
+    record(batch, step_input.row_slots, column([7, 30]), column([2]))
     batch.apply(decode_step())
     assert [tokens for tokens, _ in proposer.queries] == [(1, 2, 3, 4, 5, 6, 9), (1, 2, 3, 4, 5, 6, 9, 7, 30)]
 
@@ -136,7 +142,7 @@ def test_drafts_get_the_tokens_that_rows_and_chunks_leave_in_a_step() -> None:
     batch = make_batch(ScriptedProposer(guesses), limits)
     begin(batch, prefill_step(*(make_enter(slot, [slot + 1], [slot]) for slot in range(3))), 7, 8, 9)
     assert computed(batch, decode_step()) == [7, 60, 61, 8, 62, 9]
-    batch.record_sampled(column([0, 1, 2]), column([5, 5, 5]), column([1, 1, 1]))
+    record(batch, column([0, 1, 2]), column([5, 5, 5]), column([1, 1, 1]))
     full = batch.apply(mixed_step(make_enter(3, [30, 31, 32], [30])))
     assert batch.tokens(full).token_ids.tolist() == [5, 5, 5, 30, 31, 32]
     assert full.draft_counts is None
@@ -152,7 +158,7 @@ def make_full_batch() -> InputBatch:
     ]
     begin(batch, prefill_step(*enters), 7, 8, 7)
     step_input = batch.apply(decode_step(rows=[1]))
-    batch.record_sampled(step_input.row_slots, column([9]), column([1]))
+    record(batch, step_input.row_slots, column([9]), column([1]))
     return batch
 
 
@@ -234,7 +240,7 @@ def test_known_tokens_are_computed_under_any_drafts_and_acceptance(data: st.Data
             counts.append(len(run))
             sampled += run
             assert len(tokens[slot]) <= limits[slot]
-        batch.record_sampled(step_input.row_slots, column(sampled), column(counts))
+        record(batch, step_input.row_slots, column(sampled), column(counts))
         step_input = batch.apply(decode_step())
         full = [slot for slot, most in limits.items() if len(tokens[slot]) == most]
         assert [slot for slot in tokens if slot not in full] == step_input.row_slots.tolist()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from typing_extensions import override
 
 from services.worker.batch.block_tables import BlockTables
-from services.worker.batch.decodes import Drafts
+from services.worker.batch.decodes import DraftRoom, Drafts
 from services.worker.drafts import drafter as drafter_module
 from services.worker.drafts.drafter import Drafter
 from services.worker.drafts.ngram_drafts import LookupProposer, NgramProposer
@@ -87,9 +89,14 @@ def make_drafter(proposer: CountingProposer, *slots: int, most: int = 8) -> Draf
     return drafter
 
 
+def room_for(slots: Sequence[int], most: list[int], most_together: int) -> DraftRoom:
+    return DraftRoom(column(slots), column([2] * len(slots)), column(most), most_together, TABLES)
+
+
 def step(drafter: Drafter, *slots: int, num_right: int | None = None) -> Drafts:
     """Draft for these slots; of each draft, `num_right` tokens are right, or all."""
-    proposed = drafter.propose(column(slots), column([100] * len(slots)), most_together=100, tables=TABLES)
+    proposed = drafter.propose(room_for(slots, [100] * len(slots), 100))
+    drafter.use(column(slots), proposed.counts)
     counts = proposed.counts + 1 if num_right is None else np.minimum(proposed.counts, num_right) + 1
     drafter.record(column(slots), np.zeros(counts.sum(), np.int32), counts.astype(np.int32))
     return proposed
@@ -166,7 +173,7 @@ def test_tokens_without_drafts_are_known_too(counts: Int32Column | None) -> None
 
     drafter = make_drafter(RecordingProposer(), 0, 1)
     drafter.record(column([1, 0]), column([50, 60]), counts)
-    drafter.propose(column([0, 1]), column([1, 1]), most_together=2, tables=TABLES)
+    drafter.propose(room_for([0, 1], [1, 1], 2))
     assert seen == [[1, 2, 60], [1, 2, 50]]
 
 

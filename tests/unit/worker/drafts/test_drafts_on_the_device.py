@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import NamedTuple
 
+import numpy as np
 import pytest
+import torch
 from torch import Tensor
+from typing_extensions import override
 
+from services.worker.batch.decodes import DeviceDrafts, Drafts
+from services.worker.drafts.device_passes import DevicePasses
 from services.worker.drafts.draft_model import DraftModelProposer
-from services.worker.drafts.drafter import ComputedTokens, Drafting, Observe
+from services.worker.drafts.drafter import ComputedTokens, Drafting, DraftRows, Observe
 from services.worker.drafts.mtp_drafts import MtpProposer
 from services.worker.models.loader import LoadedModel
-from services.worker.ops import load_ops
+from services.worker.ops import SlotColumns, load_ops
 from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution
 from services.worker.runner.steps.step_job import StepJob
 from services.worker.runner.steps.step_work import StepWork
 from shared.errors import InternalError
+from shared.step.columns import Int32Column
+from shared.step.step import EnteringSequence
 from tests.support.models.drafting import (
     REQUESTS,
     CheckedProposer,
@@ -30,9 +39,10 @@ from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.worker.graphs import CountingCapture
 from tests.support.worker.late_stream import LateStream
 from tests.support.worker.worker_driver import Answer, WorkerDriver
-from tests.support.worker.worker_runner import load_exact, make_runner
-from tests.support.worker.worker_steps import decode_step, make_enter, prefill_step
+from tests.support.worker.worker_runner import generate_alone, load_exact, make_runner
+from tests.support.worker.worker_steps import column, decode_step, make_enter, mixed_step, prefill_step
 
+BLOCK_SIZE = 4
 PROMPT = [5, 9, 2, 44, 17, 60, 7, 8, 9, 10]
 
 
@@ -71,35 +81,106 @@ def by_model(loaded: LoadedModel) -> CheckedProposer:
     )
 
 
+class LateProposer(CheckedProposer):
+    """Notes the drafts of a device that is behind the host, to be compared once the tokens before them are known."""
+
+    needs_tokens = False
+
+    def __init__(self, checked: CheckedProposer) -> None:
+        super().__init__(checked._proposer, checked._oracle)
+        self.noted: list[NotedDrafts] = []
+
+    @override
+    def propose(self, rows: DraftRows) -> Drafts:
+        drafts = self._proposer.propose(rows)
+        if drafts.device is None:
+            return drafts
+        compute, slots = drafts.device.compute, torch.from_numpy(rows.slots.astype(np.int64))
+        places = rows.tables.num_blocks(rows.slots) * BLOCK_SIZE
+
+        def compute_noted(columns: SlotColumns) -> Tensor:
+            num_known = (columns.position[slots] + 1).tolist()
+            token_ids = compute(columns)
+            for row, (tokens, known) in enumerate(zip(rows.token_ids, num_known, strict=True)):
+                its_drafts, room = _of_row(token_ids.tolist(), drafts.counts, row), int(places[row]) - known
+                self.noted.append(NotedDrafts(tokens.tolist(), known, its_drafts[: max(room, 0)]))
+            return token_ids
+
+        return replace(drafts, device=DeviceDrafts(compute_noted))
+
+    def check(self, answers: Sequence[Answer]) -> int:
+        """Compare what has room in its sequence's blocks; how many drafts that were."""
+        texts = [request.prompt + answer.tokens for request, answer in zip(REQUESTS, answers, strict=True)]
+        num_checked = 0
+        for noted in self.noted:
+            # Some requests begin alike.
+            matching = [
+                text for text in texts if text[: len(noted.told)] == noted.told and len(text) >= noted.num_known
+            ]
+            assert matching
+            expected = [self._oracle(text[: noted.num_known], len(noted.drafts)) for text in matching]
+            assert noted.drafts in expected
+            num_checked += len(noted.drafts)
+        return num_checked
+
+
+class NotedDrafts(NamedTuple):
+    """Drafts of a row."""
+
+    told: list[int]
+    """Its tokens that the host knew."""
+    num_known: int
+    """How many it had on the device."""
+    drafts: list[int]
+
+
+def _of_row(token_ids: list[int], counts: Int32Column, row: int) -> list[int]:
+    end = int(counts[: row + 1].sum())
+    return token_ids[end - int(counts[row]) : end]
+
+
 @pytest.mark.parametrize("has_graphs", [False, True])
 @pytest.mark.parametrize("make_proposer", [by_mtp, by_model])
-def test_a_late_device_drafts_the_same(
+@pytest.mark.parametrize("seed", [5, 6, 7])
+def test_a_late_device_drafts_what_follows_from_the_tokens_that_only_it_knows(
     loaded: LoadedModel,
     undrafted: list[Answer],
     late: LateStream,
     make_proposer: Callable[[LoadedModel], CheckedProposer],
     has_graphs: bool,
+    seed: int,
 ) -> None:
     graphs = GraphSettings(CountingCapture(), (1, 4, 16)) if has_graphs else None
-    # The oracles compute on the host, where a late device must not compute at the same time.
-    proposer = make_proposer(loaded)
-    runner = make_runner(
-        loaded, num_blocks=200, drafting=Drafting(proposer._proposer, 4), execution=Execution(graphs, late)
-    )
-    driver = WorkerDriver(runner, seed=5, max_chunk=7)
+    proposer = LateProposer(make_proposer(loaded))
+    runner = make_runner(loaded, num_blocks=200, drafting=Drafting(proposer, 4), execution=Execution(graphs, late))
+    driver = WorkerDriver(runner, seed=seed, max_chunk=7, block_size=BLOCK_SIZE)
     assert driver.generate(REQUESTS) == undrafted
     assert num_accepted(driver) > 10
-    runner = make_runner(loaded, num_blocks=200, drafting=Drafting(proposer, 4), execution=Execution(graphs))
-    checked = WorkerDriver(runner, seed=5, max_chunk=7)
-    assert checked.generate(REQUESTS) == undrafted
-    # So each step had the same drafts.
-    assert _accepted(driver) == _accepted(checked)
+    assert any(noted.num_known > len(noted.told) + 1 for noted in proposer.noted)
+    assert proposer.check(undrafted) > 30
 
 
-def _accepted(driver: WorkerDriver) -> list[tuple[list[int], int]]:
-    return [
-        ([] if output.counts is None else output.counts.tolist(), output.num_draft_tokens) for output in driver.outputs
-    ]
+@pytest.mark.parametrize("make_proposer", [by_mtp, by_model])
+def test_the_device_has_its_drafts_before_the_tokens_are_waited_for(
+    loaded: LoadedModel, late: LateStream, make_proposer: Callable[[LoadedModel], CheckedProposer]
+) -> None:
+    drafting = Drafting(make_proposer(loaded)._proposer, 4)
+    runner = make_runner(loaded, drafting=drafting, execution=Execution(stream=late))
+    runner.attach(block_size=4, max_num_seqs=8, max_num_batched_tokens=256)
+    pending = [runner.launch(prefill_step(make_enter(0, PROMPT, range(20), max_num_tokens=60)))]
+    late.hold()
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(3):
+            # What the proposer notes of the last step, and drafts after it.
+            number = late.num_enqueued + 1
+            launching = pool.submit(runner.launch, decode_step())
+            late.wait_until_enqueued(number)
+            assert not launching.done()
+            late.release()
+            pending.append(launching.result())
+            late.hold()
+        late.release()
+    assert [len(step.finish().token_ids) >= 1 for step in pending] == [True] * 4
 
 
 def test_a_launch_waits_for_the_tokens_before_it_and_for_nothing_else(loaded: LoadedModel, late: LateStream) -> None:
@@ -113,9 +194,52 @@ def test_a_launch_waits_for_the_tokens_before_it_and_for_nothing_else(loaded: Lo
     for _ in range(3):
         before = late.num_computed
         pending.append(runner.launch(decode_step()))
-        # What was noted of the step before that one, and the step itself.
-        assert late.num_computed - before == (1 if len(pending) == 2 else 2)
+        # What was noted of the step before that one, its drafts, and the step itself.
+        assert late.num_computed - before == (1 if len(pending) == 2 else 3)
     assert [len(step.finish().token_ids) >= 1 for step in pending] == [True] * 4
+
+
+@pytest.mark.parametrize("make_proposer", [by_mtp, by_model])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_slot_that_leaves_while_its_step_is_computed_gets_none_of_its_tokens(
+    loaded: LoadedModel, late: LateStream, make_proposer: Callable[[LoadedModel], CheckedProposer], is_late: bool
+) -> None:
+    prompts = [PROMPT, PROMPT[2:], PROMPT[4:]]
+    alone = [generate_alone(loaded, prompt, 12) for prompt in prompts]
+    proposer = make_proposer(loaded)._proposer
+    execution = Execution(stream=late) if is_late else Execution()
+    runner = make_runner(loaded, num_blocks=200, drafting=Drafting(proposer, 4), execution=execution)
+    runner.attach(block_size=4, max_num_seqs=2, max_num_batched_tokens=256)
+
+    def enter(slot: int, number: int) -> EnteringSequence:
+        blocks, most = range(20 * number, 20 * number + 20), len(prompts[number]) + 12
+        return make_enter(slot, prompts[number], blocks, max_num_tokens=most)
+
+    first = [prefill_step(enter(0, 0), enter(1, 1)), decode_step(), decode_step()]
+    # The new sequence has the slot of one whose tokens are not known yet.
+    leaves = replace(mixed_step(enter(0, 2), rows=[1]), leave_slots=column([0]))
+    steps = [*first, leaves, *[decode_step()] * 12]
+    rows = [[0, 1], [0, 1], [0, 1], [1, 2], *[[1, 2]] * 12]
+    pending = [runner.launch(step) for step in steps]
+    texts: list[list[int]] = [[], [], []]
+    for step, numbers in zip(pending, rows, strict=True):
+        result = step.finish()
+        counts = [1] * len(numbers) if result.counts is None else result.counts.tolist()
+        tokens = iter(result.token_ids.tolist())
+        for number, count in zip(numbers, counts, strict=True):
+            texts[number] += [next(tokens) for _ in range(count)]
+    assert texts[0] == alone[0][: len(texts[0])]
+    assert texts[1:] == alone[1:]
+
+
+def test_a_place_one_draft_late_is_seen_in_the_drafts(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = DevicePasses.begin
+    monkeypatch.setattr(DevicePasses, "begin", lambda self, firsts, num_passes: begin(self, firsts + 1, num_passes))
+    runner = make_runner(loaded, num_blocks=200, drafting=Drafting(by_mtp(loaded), 4))
+    driver = WorkerDriver(runner, seed=5, max_chunk=7)
+    with pytest.raises(InternalError) as raised:
+        driver.generate(REQUESTS)
+    assert isinstance(raised.value.__cause__, AssertionError)
 
 
 def test_a_count_of_the_step_before_is_seen_in_the_drafts(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

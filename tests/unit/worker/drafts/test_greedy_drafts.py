@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from services.worker.batch.device_batch import DeviceBatch
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.batch.input_batch import InputBatch
 from services.worker.batch.step_input import StepInput
@@ -83,12 +84,12 @@ def test_a_chain_gives_each_row_its_drafts_and_computes_none_in_vain(rows: list[
         num_computed.append(len(hidden))
         return next_state(hidden, token_ids, num_drafted)
 
-    assert len(chain.by_row()) == sum(counts)
+    assert len(chain.arrays()["by_row"]) == sum(counts)
     if not sum(counts):
         return
     first = torch.tensor([[rows[row][1]] for row in chain.drafting.tolist()]).reshape(-1, 1)
     drafts = chain.draft(first, compute_logits=toy_logits, ops=load_ops("reference"), advance=advance)
-    by_row = drafts[torch.from_numpy(chain.by_row())]
+    by_row = drafts[torch.from_numpy(chain.arrays()["by_row"])]
     assert by_row.tolist() == [token for count, state in rows for token in drafts_alone(state, count)]
     assert num_computed == [sum(count > place for count in counts) for place in range(1, max(counts))]
 
@@ -131,6 +132,7 @@ def finish(batch: InputBatch, proposer: DraftProposer, step_input: StepInput) ->
         drawn = torch.empty(num_drawn, dtype=torch.int64, device=META)
         device_counts = None if counts is None else torch.empty(len(counts), dtype=torch.int64, device=META)
         note(ComputedTokens(hidden, drawn, device_counts))
+    batch.record_drawn(step_input.row_slots)
     batch.record_sampled(step_input.row_slots, token_ids, counts)
 
 
@@ -142,6 +144,7 @@ def test_the_host_waits_for_no_draft(proposer: DraftProposer) -> None:
         make_enter(slot, [5, 9, 2], range(8 * slot, 8 * slot + 8), max_num_tokens=28 - 11 * slot) for slot in (0, 1)
     ]
     enters.append(make_enter(4, [7], range(32, 40), max_num_tokens=4))
+    columns = DeviceBatch(load_ops("triton"), LIMITS, META).columns
     with WithoutWaiting(), AnsweredReads() as reads:  # type: ignore[no-untyped-call]
         finish(batch, proposer, batch.apply(prefill_step(*enters)))
         assert reads.shapes == []
@@ -149,9 +152,9 @@ def test_the_host_waits_for_no_draft(proposer: DraftProposer) -> None:
         for _ in range(4):
             step_input = batch.apply(decode_step())
             assert step_input.draft_counts is not None
-            assert step_input.compute_drafts is not None
+            assert step_input.device_drafts is not None
             num_drafts.append(step_input.draft_counts.tolist())
-            assert step_input.compute_drafts().shape == (sum(num_drafts[-1]),)
+            assert step_input.device_drafts.compute(columns).shape == (sum(num_drafts[-1]),)
             finish(batch, proposer, step_input)
     assert reads.shapes == []
     assert num_drafts[:2] == [[2, 2, 1], [4, 4]]

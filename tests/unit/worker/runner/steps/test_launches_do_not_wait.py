@@ -224,7 +224,8 @@ def test_a_launch_with_drafts_of_a_model_reads_nothing_from_the_device(
     ]
     pending = [runner.launch(step) for step in (*launched, decode_step(), decode_step(), decode_step(leave=[1]))]
     outputs = [step.finish() for step in pending]
-    assert [output.num_draft_tokens > 0 for output in outputs] == [False, True, True, False, True, True, False]
+    # That a step's drafts failed is known after those of the next step have begun.
+    assert [output.num_draft_tokens > 0 for output in outputs] == [False, *[True] * 6]
     assert not has_graphs or sum(capture.replays) > 0
 
 
