@@ -12,7 +12,7 @@ from torch import Tensor
 from services.worker.drafts.token_runs import IntArray, run_metadata
 from services.worker.forward.forward_context import ForwardContext, forward_context
 from services.worker.forward.kv_cache import KvCache
-from services.worker.forward.staging import HostArrays, upload_arrays
+from services.worker.forward.staging import HostArrays, is_on_host, upload_arrays
 from services.worker.ops import Ops
 from shared.step.columns import Int32Column
 
@@ -78,7 +78,7 @@ class DevicePasses:
             context_lens,
             arrays["run_bounds"],
             query_lens=tuple(lengths.tolist()),
-            context_lens_host=tuple(context_lens.tolist() if _is_host(firsts) else self._ends),
+            context_lens_host=tuple(context_lens.tolist() if is_on_host(firsts) else self._ends),
         )
         with forward_context(ForwardContext.for_step(self._ops, attention, self._kv_cache)):
             return forward(positions)
@@ -89,7 +89,7 @@ class DevicePasses:
         lasts, starts = self.arrays["lasts"], self.arrays["table_starts"]
         self._positions, self._slot_mapping = self._place(wanted, lasts, starts)
         self._context_lens = (self._positions + 1).int()
-        self._host_lens = self._context_lens.tolist() if _is_host(firsts) else None
+        self._host_lens = self._context_lens.tolist() if is_on_host(firsts) else None
 
     def compute(self, number: int, num_seqs: int, forward: Callable[[Tensor], Tensor]) -> Tensor:
         """Call `forward` with the positions [num_seqs] int64 of the first sequences in a pass, in its forward context.
@@ -127,8 +127,3 @@ def run_arrays(lengths: IntArray) -> HostArrays:
         "runs": runs,
         "offsets": np.arange(bounds[-1]) - bounds[runs],
     }
-
-
-def _is_host(tensor: Tensor) -> bool:
-    """Whether the host reads it without waiting; elsewhere it knows bounds."""
-    return tensor.device.type == "cpu"

@@ -21,15 +21,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from services.worker.forward.forward_context import AttentionMetadata, StateInputs, TakeIn
-from services.worker.forward.staging import HostArrays, upload_arrays
+from services.worker.forward.staging import is_on_host
 from services.worker.forward.state_cache import StateCache, StateSpec
-from shared.step.columns import Int32Column
 
 
 def drafted_bytes(spec: StateSpec, *, num_rows: int, num_tokens: int) -> int:
@@ -92,6 +90,7 @@ class DraftedStates:
             tuple(torch.empty((num_tokens, *each.shape), dtype=each.dtype, device=device) for each in layer)
             for layer in spec.inputs
         ]
+        self._num_tokens = num_tokens
         self._functions: dict[int, TakeIn] = {}
 
     def of_pass(self, rows: DraftedRows) -> StateInputs:
@@ -114,22 +113,32 @@ class DraftedStates:
             return read
         return torch.cat((read, function(tuple(each[num_tokens:] for each in inputs), states, rows.others)))
 
-    def replay(self, slots: Int32Column, *, firsts: Int32Column, counts: Int32Column) -> None:
+    def replay(self, slots: Tensor, *, firsts: Tensor, counts: Tensor, most: int) -> None:
         """Let states take in tokens of the last pass. The host does not wait for it.
 
         Args:
-            slots: [num_rows], the states, without repeats; at least one.
-            firsts: [num_rows], the first token of each among those of the pass.
-            counts: [num_rows], how many consecutive tokens of each, at least 1.
+            slots: [num_rows] int64, the states, without repeats; at least one.
+            firsts: [num_rows] int64, the first token of each among those of the pass.
+            counts: [num_rows] int64, how many consecutive tokens of each, at least 0.
+            most: At least the sum of `counts`.
         """
-        starts = np.zeros(len(slots) + 1, np.int32)
-        np.cumsum(counts, out=starts[1:])
-        places = np.arange(starts[-1], dtype=np.int64) + np.repeat(firsts - starts[:-1], counts)
-        arrays: HostArrays = {"slots": slots.astype(np.int64), "starts": starts, "places": places}
-        there = upload_arrays(arrays, self._states.device)
-        accepted = _without_attention(there["slots"], there["starts"], counts)
+        lengths: tuple[int, ...] = (most,) * len(slots)
+        if is_on_host(counts):
+            # The kernels of a host are told how many tokens there are, of each sequence at least one.
+            slots, firsts, counts = (each[counts > 0] for each in (slots, firsts, counts))
+            lengths = tuple(counts.tolist())
+            most = sum(lengths)
+        if not most:
+            return
+        starts = torch.zeros(len(slots) + 1, dtype=torch.int64, device=slots.device)
+        torch.cumsum(counts, 0, out=starts[1:])
+        taken_in = torch.arange(most, device=slots.device)
+        # What comes after the last token is taken in by no state.
+        rows = torch.searchsorted(starts[1:], taken_in, right=True).clamp_(max=len(slots) - 1)
+        places = (taken_in + (firsts - starts[:-1])[rows]).clamp_(max=self._num_tokens - 1)
+        accepted = _without_attention(slots, starts.int(), lengths)
         for layer, function in self._functions.items():
-            inputs = tuple(each.index_select(0, there["places"]) for each in self._inputs[layer])
+            inputs = tuple(each.index_select(0, places) for each in self._inputs[layer])
             function(inputs, self._states.layers[layer], accepted)
 
 
@@ -151,7 +160,7 @@ class _Pass(StateInputs):
         return self.states.take_in(self.rows, layer, inputs, function)
 
 
-def _without_attention(slots: Tensor, starts: Tensor, counts: Int32Column) -> AttentionMetadata:
+def _without_attention(slots: Tensor, starts: Tensor, lengths: tuple[int, ...]) -> AttentionMetadata:
     """What recurrent layers need to know of some tokens."""
     none = starts[:0]
     return AttentionMetadata(
@@ -160,9 +169,9 @@ def _without_attention(slots: Tensor, starts: Tensor, counts: Int32Column) -> At
         block_tables=none,
         context_lens=none,
         cu_seqlens_q=starts,
-        query_lens=tuple(counts.tolist()),
+        query_lens=lengths,
         context_lens_host=(),
-        max_query_len=int(counts.max()),
+        max_query_len=max(lengths),
         max_context_len=0,
         state_slots=slots,
     )

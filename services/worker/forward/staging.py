@@ -29,6 +29,11 @@ def to_device(values: npt.NDArray[np.generic[Any]], device: torch.device) -> Ten
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(source, non_blocking=True)
 
 
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether the host reads its values without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
 def upload_arrays(arrays: HostArrays, device: torch.device) -> dict[str, Tensor]:
     """Copies of int32, int64 or float32 arrays on a device, in one transfer that the host does not wait for.
 

@@ -17,14 +17,28 @@ _Numbers = npt.NDArray[np.int64]
 
 
 class ScoredPlaces(NamedTuple):
-    """Where log-probabilities are wanted."""
+    """Where log-probabilities are wanted, among places whose tokens may turn out not to count."""
 
     places: _Numbers
     """[n], among those that tokens are drawn at."""
-    indexes: _Numbers
-    """[n], among the step's tokens."""
+    rows: _Numbers
+    """[n], the row of each."""
+    nth: _Numbers
+    """[n], how many tokens its row has before it."""
     wanted: WantedEntries
     """[n]."""
+
+    def is_counted(self, counts: Int32Column | None) -> npt.NDArray[np.bool_]:
+        """[n], whether each is among its row's tokens; `counts` [num_rows] are theirs, None means one each."""
+        is_counted: npt.NDArray[np.bool_] = self.nth < (1 if counts is None else counts[self.rows])
+        return is_counted
+
+    def indexes(self, counts: Int32Column | None) -> _Numbers:
+        """[n], among the step's tokens; of a place that is not counted, meaningless."""
+        if counts is None:
+            return self.rows
+        indexes: _Numbers = (np.cumsum(counts, dtype=np.int64) - counts)[self.rows] + self.nth
+        return indexes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +62,13 @@ class RowOptions:
         wanted = WantedEntries.of(list(scored.values()))
         return cls(rows, np.array(edited, np.int64), np.array(list(scored), np.int64), wanted)
 
-    def scored_places(self, runs: Runs, counts: Int32Column | None) -> ScoredPlaces:
-        """Places of the scored rows' tokens; `counts` [num_rows] are how many each row gets, None means one."""
-        if counts is None:
-            return ScoredPlaces(self.scored, self.scored, self.wanted)
-        lengths = counts[self.scored]
-        row = np.repeat(np.arange(len(self.scored)), lengths)
-        nth = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        starts = np.cumsum(counts, dtype=np.int64) - counts
-        places, indexes = runs.firsts[self.scored][row] + nth, starts[self.scored][row] + nth
-        return ScoredPlaces(places, indexes, self.wanted.of_rows(row))
+    def scored_places(self, runs: Runs, lengths: _Numbers) -> ScoredPlaces:
+        """The first places of the scored rows' runs, `lengths` [num_rows] of each."""
+        its_lengths = lengths[self.scored]
+        number = np.repeat(np.arange(len(self.scored)), its_lengths)
+        nth = np.arange(len(number)) - np.repeat(np.cumsum(its_lengths) - its_lengths, its_lengths)
+        rows = self.scored[number]
+        return ScoredPlaces(runs.firsts[rows] + nth, rows, nth, self.wanted.of_rows(number))
 
     def edit(self) -> EditedRows:
         """What the rows' grammars and penalties change now; see `SamplingRows.edit`."""

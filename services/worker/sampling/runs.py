@@ -96,9 +96,13 @@ class Runs:
         wanted[has_draft] = draft_token_ids
         return cls(lasts - draft_counts, wanted)
 
+    def lengths(self) -> _Numbers:
+        """[num_rows], places of each run."""
+        return np.diff(self.firsts, append=len(self.wanted))
+
     def rows(self) -> _Numbers:
         """[num_places], each place's row."""
-        return np.repeat(np.arange(len(self.firsts)), np.diff(self.firsts, append=len(self.wanted)))
+        return np.repeat(np.arange(len(self.firsts)), self.lengths())
 
     def offsets(self) -> _Numbers:
         """[num_places], how many places of its run come before each."""

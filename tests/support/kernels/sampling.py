@@ -160,12 +160,14 @@ def sample_with(ops: Ops, logits: Tensor, drafted: RowsWithDrafts) -> SampledTok
     num_places = len(runs.wanted)
     sampled = SampledTokens.of(both) if counts is None else runs.cut(both[:num_places], both[num_places:])
     sampled = replace(sampled, failed_grammar_rows=failed_rows.astype(np.int32))
-    scored = options.scored_places(runs, sampled.counts)
-    is_good = np.isin(runs.rows()[scored.places], sampled.not_finite_rows, invert=True)
+    scored = options.scored_places(runs, runs.lengths())
+    is_good = scored.is_counted(sampled.counts) & np.isin(
+        runs.rows()[scored.places], sampled.not_finite_rows, invert=True
+    )
     if not is_good.any():
         return sampled
     scores = [values.cpu().numpy()[is_good] for values in sampler.score(logits, drawn, scored.places, scored.wanted)]
-    logprobs = make_logprobs(scores, scored.indexes[is_good], scored.wanted.of_rows(is_good))
+    logprobs = make_logprobs(scores, scored.indexes(sampled.counts)[is_good], scored.wanted.of_rows(is_good))
     return replace(sampled, logprobs=logprobs)
 
 

@@ -115,7 +115,7 @@ class PendingStep:
             failed = results.failed_rows[drawn[self.job.runs.firsts[results.failed_rows]] >= 0]
             sampled = replace(sampled, failed_grammar_rows=failed.astype(np.int32))
         if results.scored is not None:
-            sampled = replace(sampled, logprobs=_logprobs(results.scored, drawn, _take(arrays, 3)))
+            sampled = replace(sampled, logprobs=_logprobs(results.scored, drawn, sampled.counts, _take(arrays, 3)))
         return sampled
 
 
@@ -140,12 +140,14 @@ def reported(step: Step) -> Iterator[None]:
         raise InternalError("the step failed") from error
 
 
-def _logprobs(scored: ScoredPlaces, drawn: npt.NDArray[np.int64], scores: list[_Array]) -> Logprobs | None:
-    is_finite = drawn[scored.places] >= 0
-    if not is_finite.any():
+def _logprobs(
+    scored: ScoredPlaces, drawn: npt.NDArray[np.int64], counts: Int32Column | None, scores: list[_Array]
+) -> Logprobs | None:
+    is_wanted = scored.is_counted(counts) & (drawn[scored.places] >= 0)
+    if not is_wanted.any():
         return None
-    finite = [values[is_finite] for values in scores]
-    return make_logprobs(finite, scored.indexes[is_finite], scored.wanted.of_rows(is_finite))
+    wanted = [values[is_wanted] for values in scores]
+    return make_logprobs(wanted, scored.indexes(counts)[is_wanted], scored.wanted.of_rows(is_wanted))
 
 
 def _take(arrays: Iterator[_Array], count: int) -> list[_Array]:

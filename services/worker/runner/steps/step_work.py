@@ -1,4 +1,4 @@
-"""What a step has the device compute. Nothing here waits for it, except for edits and states of rows with drafts."""
+"""What a step has the device compute. Nothing here waits for it, except for edits of rows with drafts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from services.worker.forward.forward_context import (
     forward_context,
 )
 from services.worker.forward.kv_cache import KvCache
-from services.worker.forward.staging import HostArrays
+from services.worker.forward.staging import HostArrays, is_on_host
 from services.worker.forward.state_cache import spare_slots
 from services.worker.ops import DecodeRows
 from services.worker.runner.graphs.draft_graphs import DraftGraphs
@@ -75,6 +75,9 @@ class StepWork:
         """What the device needs for a step and does not have. Called once per step, in order."""
         step_input, tokens = job.step_input, job.tokens
         arrays = dict(step_input.changes)
+        if self._state_end is not None:
+            padded = None if step_input.draft_counts is None else self._draft_graph(job)
+            arrays |= self._state_end.arrays(step_input, 0 if padded is None else padded.graphs.row_width)
         if step_input.is_plain_decode:
             if not np.array_equal(step_input.slots, self._decode_slots):
                 self._decode_slots = step_input.slots
@@ -143,7 +146,8 @@ class StepWork:
             # Else it would only keep its memory.
             job.hidden = hidden
         if self._state_end is not None:
-            self._end_states(self._state_end, job)
+            results = job.results
+            results.not_finite_saves = self._state_end.finish(job.step_input, arrays, results.counts)
         elif self._states is not None and "saved_from" in arrays:
             job.results.not_finite_saves = self._states.cache.save(arrays["saved_from"], arrays["saved_to"])
         if job.first_draw is None:
@@ -306,18 +310,12 @@ class StepWork:
             self._columns.record(rows.slots, usable, positions)
         if job.options is not None and len(job.options.scored):
             assert draw.logits is not None, "kept for rows with options"
-            counts = None if results.counts is None else results.counts.cpu().numpy().astype(np.int32)
-            results.scored = scored = job.options.scored_places(job.runs, counts)
+            lengths = job.runs.lengths()
+            if results.counts is not None and is_on_host(results.counts):
+                # Elsewhere the host would wait for them; what does not count is left out when it reads the results.
+                lengths = results.counts.numpy()
+            results.scored = scored = job.options.scored_places(job.runs, lengths)
             results.scores = self._sampler.score(draw.logits, draw.drawn, scored.places, scored.wanted)
-
-    def _end_states(self, end: StateEnd, job: StepJob) -> None:
-        """Let states take in the tokens that were accepted. Waits for their counts."""
-        counts, padded = job.results.counts, None
-        if job.step_input.draft_counts is not None:
-            padded = self._draft_graph(job)
-        width = 0 if padded is None else padded.graphs.row_width
-        host_counts = None if counts is None else counts.cpu().numpy().astype(np.int32)
-        job.results.not_finite_saves = end.finish(job.step_input, host_counts, width)
 
     def _draft_graph(self, job: StepJob) -> _DraftGraph | None:
         """The graph that computes a step with drafts; None if none does."""

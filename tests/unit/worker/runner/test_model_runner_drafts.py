@@ -14,6 +14,7 @@ from services.worker.drafts.ngram_drafts import NgramProposer
 from services.worker.models.loader import LoadedModel
 from services.worker.runner.graphs.graph_runner import GraphSettings
 from services.worker.runner.model_runner import Execution
+from services.worker.runner.steps import step_work
 from tests.support.models.drafting import CYCLE, REQUESTS, KnowingProposer
 from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.worker.graphs import CountingCapture
@@ -77,6 +78,15 @@ def test_drafts_computed_by_graphs_change_no_answer(
 def test_drafts_looked_up_in_the_prompt_change_no_answer(loaded: LoadedModel, undrafted: list[Answer]) -> None:
     runner = make_runner(loaded, num_blocks=200, drafting=Drafting(NgramProposer(), 4))
     assert WorkerDriver(runner, seed=3).generate(REQUESTS) == undrafted
+
+
+def test_places_are_scored_before_the_host_knows_which_of_them_count(
+    loaded: LoadedModel, undrafted: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_work, "is_on_host", lambda _: False)
+    proposer = KnowingProposer(undrafted, share_right=0.7)
+    runner = make_runner(loaded, num_blocks=200, drafting=Drafting(proposer, 4))
+    assert WorkerDriver(runner, seed=2).generate(REQUESTS) == undrafted
 
 
 def test_a_step_stays_within_its_token_budget(loaded: LoadedModel, undrafted: list[Answer]) -> None:

@@ -24,7 +24,7 @@ from services.worker.drafts.drafter import Drafting
 from services.worker.drafts.mtp_drafts import MtpProposer
 from services.worker.forward.staging import PinnedStaging, Staging
 from services.worker.layout import RankLayout
-from services.worker.models.loader import LoadOptions, load_model
+from services.worker.models.loader import LoadedModel, LoadOptions, load_model
 from services.worker.ops import load_ops
 from services.worker.parallel.communicator import Parallel
 from services.worker.runner.cache_memory import KvCacheSize
@@ -40,7 +40,14 @@ from tests.support.models.small_configs import SMALL_CONFIGS
 from tests.support.models.tiny_llama import TINY_CONFIG
 from tests.support.ranks.shape_communicator import ShapeCommunicator
 from tests.support.worker.graphs import CountingCapture
-from tests.support.worker.worker_steps import decode_step, make_chunk, make_enter, mixed_step, prefill_step
+from tests.support.worker.worker_steps import (
+    decode_step,
+    make_chunk,
+    make_enter,
+    mixed_step,
+    prefill_step,
+    with_pairs,
+)
 
 LLAMA = {**TINY_CONFIG, "num_hidden_layers": 2}
 DEEPSEEK = {
@@ -196,25 +203,33 @@ class OnesStream(MetaStream):
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
-@pytest.mark.parametrize("drafts_by", ["mtp", "mtp, shared selection", "draft model"])
+@pytest.mark.parametrize("drafts_by", ["mtp", "mtp, shared selection", "draft model", "draft model, states"])
 @pytest.mark.usefixtures("make_runner")
 def test_a_launch_with_drafts_of_a_model_reads_nothing_from_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafts_by: str, has_graphs: bool
 ) -> None:
     # Dummy weights have no such layers otherwise.
     monkeypatch.setattr(DummyWeights, "__contains__", lambda _, name: name.endswith("eh_proj.weight"))
-    config = {"mtp": DEEPSEEK, "mtp, shared selection": GLM, "draft model": LLAMA}[drafts_by]
-    if drafts_by != "draft model":
-        config = {**config, "num_nextn_predict_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    ops, options = load_ops("triton"), LoadOptions(with_mtp=drafts_by != "draft model", dummy_seed=1, device=META)
-    loaded = load_model(tmp_path, ops, torch.bfloat16, lambda _: None, options=options)
+    has_mtp, has_states = drafts_by.startswith("mtp"), drafts_by.endswith("states")
+    config = {"mtp": DEEPSEEK, "mtp, shared selection": GLM, "draft model, states": QWEN3_NEXT}.get(drafts_by, LLAMA)
+    ops = load_ops("triton")
+
+    def load(config: dict[str, Any]) -> LoadedModel:
+        (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        options = LoadOptions(with_mtp=has_mtp, dummy_seed=1, device=META)
+        return load_model(tmp_path, ops, torch.bfloat16, lambda _: None, options=options)
+
+    loaded = load({**config, "num_nextn_predict_layers": 1} if has_mtp else config)
     mtp, capture = loaded.model.mtp, RecordingCapture()
-    proposer = DraftModelProposer(loaded.model, ops) if mtp is None else MtpProposer(mtp, ops)
+    proposer = DraftModelProposer(load(LLAMA).model, ops) if mtp is None else MtpProposer(mtp, ops)
     execution = Execution(GraphSettings(capture, (1, 4, 8)) if has_graphs else None, OnesStream())
     runner = ModelRunner(loaded, ops, KvCacheSize(0, 64), drafting=Drafting(proposer, 3), execution=execution)
     runner.attach(block_size=4, max_num_seqs=8, max_num_batched_tokens=256)
-    enters = [make_enter(0, [5, 9, 2], range(8)), make_enter(1, [3], range(8, 16), temperature=0.7, seed=9)]
+    scored = SamplingOptions(num_logprobs=2)
+    enters = [
+        make_enter(0, [5, 9, 2], range(8), options=scored),
+        make_enter(1, [3], range(8, 16), temperature=0.7, seed=9),
+    ]
     chunked = make_enter(2, [7] * 5, range(16, 24), num_later_tokens=3)
     launched = [
         prefill_step(*enters),
@@ -222,6 +237,9 @@ def test_a_launch_with_drafts_of_a_model_reads_nothing_from_the_device(
         mixed_step(chunked),
         mixed_step(chunks=[make_chunk(2, [1, 2, 3])]),
     ]
+    if has_states:
+        # Of a decode with drafts, which may or may not end a block, and of a chunk.
+        launched[2] = with_pairs(launched[2], saves=[(1, 0), (2, 1)])
     pending = [runner.launch(step) for step in (*launched, decode_step(), decode_step(), decode_step(leave=[1]))]
     outputs = [step.finish() for step in pending]
     # That a step's drafts failed is known after those of the next step have begun.
