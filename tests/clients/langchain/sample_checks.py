@@ -19,14 +19,14 @@ def check_the_sample_runs(demo: Any) -> None:
         cities.append(city)
         return f"It's always sunny in {city}!"
 
-    @wrap_model_call
-    def call_a_tool_first(request: Any, handler: Any) -> Any:
+    def force_the_first(request: Any, handler: Any) -> Any:
         has_called = any(isinstance(message, ToolMessage) for message in request.messages)
         return handler(request.override(tool_choice="auto" if has_called else "any"))
 
     model = ChatOpenAI(model=demo.model, base_url=demo.base_url, api_key="none", max_tokens=80)
     prompt = "You are a helpful assistant"
-    agent = create_agent(model, tools=[get_weather], system_prompt=prompt, middleware=[call_a_tool_first])
+    middleware = [wrap_model_call(force_the_first)]
+    agent = create_agent(model, tools=[get_weather], system_prompt=prompt, middleware=middleware)
     result = agent.invoke({"messages": [{"role": "user", "content": "What's the weather in San Francisco?"}]})
     assert cities
     assert result["messages"][-1].content
