@@ -346,6 +346,14 @@ def wider(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
     return tuple(each.double() for each in halves(q, k, cos, sin))
 
 
+def with_cosines(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    return (*halves(q, k, cos, sin), cos)
+
+
+def side_by_side(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.cat(halves(q, k, cos, sin), dim=1)
+
+
 def failing(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     raise ValueError("no such columns")
 
@@ -381,7 +389,7 @@ def test_a_rotation_is_found_and_computed_by_the_op(
         torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=4 * tolerance)
 
 
-@pytest.mark.parametrize("own", [backwards, only_query, wider, failing])
+@pytest.mark.parametrize("own", [backwards, only_query, wider, with_cosines, side_by_side, failing])
 def test_what_looks_like_a_rotation_stays(own: Any) -> None:
     assert Rotations(load_ops("cpu")).try_rotate(own, *rotation_arguments(torch.float32)) is None
 

@@ -89,6 +89,8 @@ class Rotations:
             found = own(q.clone(), k.clone(), cos.clone(), sin.clone())
         except CODE_ERRORS:
             return None
+        if not isinstance(found, tuple) or len(found) != len((q, k)):
+            return None
         for is_interleaved in (False, True):
             rows = _make_rows(self._ops, cos, sin, is_interleaved)
             assert rows is not None, "the halves are equal"
@@ -103,8 +105,8 @@ _current: ContextVar[Rotations | None] = ContextVar("rotations of the running fo
 def register(model: nn.Module) -> None:
     """Put ours in the place of the functions of a model's modelling files; repeated calls change nothing."""
     for name in {type(module).__module__ for module in model.modules()}:
-        file = sys.modules[name]
-        own = vars(file).get(_NAME)
+        file = sys.modules.get(name)
+        own = getattr(file, _NAME, None)
         if inspect.isfunction(own) and tuple(inspect.signature(own).parameters)[:4] == _ARGUMENTS:
             setattr(file, _NAME, _Rotation(own))
 
