@@ -16,6 +16,8 @@ from torch import Tensor
 from services.worker.batch.step_input import PooledChunk
 from services.worker.models.loader import LoadedModel, LoadOptions, load_model
 from services.worker.ops import load_ops
+from services.worker.runner.cache_memory import KvCacheSize
+from services.worker.runner.model_runner import ModelRunner
 from services.worker.runner.pooling import PromptPooler
 from shared.errors import StepMismatchError
 from shared.request.sampling_params import Pooling, SamplingOptions
@@ -25,7 +27,7 @@ from tests.support.models.paged_model import PagedModel
 from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.tokenizer.embedders import make_base_class
 from tests.support.worker.worker_driver import Request, WorkerDriver
-from tests.support.worker.worker_runner import WrappedModel, make_runner
+from tests.support.worker.worker_runner import GIB, WrappedModel, make_runner
 from tests.support.worker.worker_steps import make_enter, prefill_step
 
 PROMPTS = [[5, 9, 2, 44, 17, 60, 33, 21, 4, 4, 90, 12, 5, 9, 3], [7], [8, 8, 31] * 5]
@@ -84,6 +86,21 @@ def test_neither_chunks_nor_neighbours_change_a_bit(loaded: LoadedModel, pooling
         driver = WorkerDriver(make_runner(loaded), seed=seed, max_chunk=max_chunk)
         for vector, other in zip(whole, vectors_of(driver, pooling), strict=True):
             assert np.array_equal(vector, other)
+
+
+@pytest.mark.parametrize(
+    "backend", ["cpu", "native", *(pytest.param(name, marks=pytest.mark.slow) for name in ("triton", "triton-exact"))]
+)
+@pytest.mark.parametrize("pooling", Pooling)
+def test_every_backend_makes_the_same_vectors(
+    model_dir: Path, loaded: LoadedModel, backend: str, pooling: Pooling
+) -> None:
+    ops = load_ops(backend)
+    other = load_headless(model_dir, backend)
+    runner = ModelRunner(other, ops, KvCacheSize(GIB, 64))
+    vectors = vectors_of(WorkerDriver(runner, max_chunk=5, block_size=16), pooling)
+    for prompt, vector in zip(PROMPTS, vectors, strict=True):
+        np.testing.assert_allclose(vector, expected_vector(loaded, prompt, pooling), atol=1e-4)
 
 
 def test_a_base_class_has_the_vectors_of_the_whole_model(model_dir: Path, loaded: LoadedModel, tmp_path: Path) -> None:
