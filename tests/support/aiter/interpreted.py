@@ -20,7 +20,7 @@ from services.worker.ops import AttentionParams, ExpertWeights, SwigluClamp, loa
 from services.worker.ops.matrix_rows import MatrixFormat
 from tests.support.aiter import triton_standins
 from tests.support.kernels.attention_batches import Batch, random
-from tests.support.kernels.interpreter import patch_language_once
+from tests.support.kernels.interpreter import quicken
 from tests.support.kernels.packed_matrices import PLAIN_NUMBERS, MatrixKind
 from tests.support.kernels.paged_attention import PagedStep
 
@@ -55,7 +55,7 @@ def main() -> None:
     """Answer every line."""
     torch.set_num_threads(1)
     triton_standins.name_gpu()
-    patch_language_once(pytest.MonkeyPatch())
+    quicken(pytest.MonkeyPatch())
     for line in sys.stdin:
         case = Case(**json.loads(line))
         difference = _experts_difference(case) if case.num_experts else _attention_difference(case)

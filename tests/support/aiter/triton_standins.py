@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.kernels.interpreter import patch_language_once
+from tests.support.kernels.interpreter import quicken
 
 NUM_COMPUTE_UNITS = 304
 
@@ -32,7 +32,7 @@ class StandIn:
 def install() -> None:
     """Replace the kernels of AITER in this process; AITER must be importable."""
     name_gpu()
-    patch_language_once(pytest.MonkeyPatch())
+    quicken(pytest.MonkeyPatch())
     attention: Any = import_module("aiter.ops.triton.unified_attention")
     attention.get_num_sms = lambda: NUM_COMPUTE_UNITS
     attention.kernel_unified_attention_2d = StandIn(_attend)

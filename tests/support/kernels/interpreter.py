@@ -1,16 +1,24 @@
-"""Triton's interpreter, without what it does again at every call of a function in a kernel."""
+"""Triton's interpreter, without what it does in vain at every call and at every operation in a kernel."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import triton.language as tl
 from triton.runtime import interpreter
 
 
-def patch_language_once(patch: pytest.MonkeyPatch) -> None:
+def quicken(patch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter leave out what it does in vain: most of the time of a kernel with small tiles."""
+    _patch_language_once(patch)
+    _compute_once(patch)
+
+
+def _patch_language_once(patch: pytest.MonkeyPatch) -> None:
     """Let a launch replace the functions of `triton.language` once, not also at every call of a function in its kernel.
 
     By itself the interpreter looks through all of the language at each call, finds everything replaced, and spends
@@ -37,3 +45,24 @@ def patch_language_once(patch: pytest.MonkeyPatch) -> None:
         return scope
 
     patch.setattr(interpreter, "_patch_lang", patch_rest)
+
+
+def _compute_once(patch: pytest.MonkeyPatch) -> None:
+    """Let sums, differences and products of integers be computed once, and NumPy's type of a type be looked up once.
+
+    By itself the interpreter computes them a second time, in 64 bits, to assert that they have not overflowed: and
+    drops the assertion, since it is not in its debug mode. It writes its table of types anew at every look-up.
+    """
+    find_dtype = interpreter._get_np_dtype
+    assert not interpreter.interpreter_builder.options.debug
+    dtypes: dict[str, np.dtype[Any]] = {}
+
+    def find_once(dtype: Any) -> np.dtype[Any]:
+        name = dtype.scalar.name
+        if name not in dtypes:
+            dtypes[name] = find_dtype(dtype.scalar)
+        return dtypes[name]
+
+    options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    patch.setattr(interpreter.interpreter_builder, "options", options)
+    patch.setattr(interpreter, "_get_np_dtype", find_once)

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.kernels.interpreter import patch_language_once
+from tests.support.kernels.interpreter import quicken
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _fast_interpreter() -> Iterator[None]:
-    """See `patch_language_once`."""
+    """See `quicken`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch_language_once(patch)
+        quicken(patch)
         yield
