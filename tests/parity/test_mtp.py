@@ -109,7 +109,8 @@ def their_mtp_logits(small: SmallMtpModel, token_ids: Sequence[int]) -> list[Ten
 @pytest.mark.parametrize("backend", BACKEND_NAMES)
 def test_layers_predict_what_those_of_transformers_do(small: SmallMtpModel, backend: str) -> None:
     expected, paged = their_mtp_logits(small, PROMPT), load_paged(small.directory, backend)
-    for chunk_size in (len(PROMPT), 23, 1):
+    # On `reference` chunks give the same bits: the next test.
+    for chunk_size in (len(PROMPT), 23, 1)[: 1 if backend == "reference" else None]:
         for ours, wanted in zip(our_mtp_logits(paged, PROMPT, chunk_size), expected, strict=True):
             torch.testing.assert_close(ours, wanted, atol=LOGIT_TOLERANCE * float(wanted.abs().max()), rtol=0)
 
