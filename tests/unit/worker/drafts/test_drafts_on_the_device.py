@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -14,14 +15,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from services.worker.batch.decodes import DeviceDrafts, Drafts
+from services.worker.drafts import device_passes
 from services.worker.drafts.device_passes import DevicePasses
 from services.worker.drafts.draft_model import DraftModelProposer
 from services.worker.drafts.drafter import ComputedTokens, Drafting, DraftRows, Observe
 from services.worker.drafts.mtp_drafts import MtpProposer
-from services.worker.models.loader import LoadedModel
+from services.worker.models.loader import LoadedModel, load_model
 from services.worker.ops import SlotColumns, load_ops
+from services.worker.runner.cache_memory import KvCacheSize
 from services.worker.runner.graphs.graph_runner import GraphSettings
-from services.worker.runner.model_runner import Execution
+from services.worker.runner.model_runner import Execution, ModelRunner
 from services.worker.runner.steps.step_job import StepJob
 from services.worker.runner.steps.step_work import StepWork
 from shared.errors import InternalError
@@ -38,7 +41,7 @@ from tests.support.models.drafting import (
 from tests.support.models.tiny_llama import write_tiny_llama
 from tests.support.worker.graphs import CountingCapture
 from tests.support.worker.late_stream import LateStream
-from tests.support.worker.worker_driver import Answer, WorkerDriver
+from tests.support.worker.worker_driver import Answer, Request, WorkerDriver
 from tests.support.worker.worker_runner import generate_alone, load_exact, make_runner
 from tests.support.worker.worker_steps import column, decode_step, make_enter, mixed_step, prefill_step
 
@@ -230,6 +233,23 @@ def test_a_slot_that_leaves_while_its_step_is_computed_gets_none_of_its_tokens(
             texts[number] += [next(tokens) for _ in range(count)]
     assert texts[0] == alone[0][: len(texts[0])]
     assert texts[1:] == alone[1:]
+
+
+@pytest.mark.slow
+def test_kernels_that_are_told_bounds_draft_the_same(
+    tmp_path: Path, late: LateStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = load_ops("triton-exact")
+    model_dir = write_tiny_llama(tmp_path, changes={"num_hidden_layers": 1})
+    loaded = load_model(model_dir, ops, torch.float32, lambda _: None)
+    requests, size = [Request(PROMPT[: number + 2], 10) for number in range(3)], KvCacheSize(0, 100)
+    undrafted = WorkerDriver(ModelRunner(loaded, ops, size)).generate(requests)
+    monkeypatch.setattr(device_passes, "is_on_host", lambda _: False)
+    drafting, execution = Drafting(DraftModelProposer(loaded.model, ops), 3), Execution(stream=late)
+    driver = WorkerDriver(ModelRunner(loaded, ops, size, drafting=drafting, execution=execution))
+    assert driver.generate(requests) == undrafted
+    # The model is its own draft model, so it is always right.
+    assert num_accepted(driver) == sum(output.num_draft_tokens for output in driver.outputs) > 10
 
 
 def test_a_place_one_draft_late_is_seen_in_the_drafts(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
