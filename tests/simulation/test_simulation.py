@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import traceback
 from collections import Counter
+from collections.abc import Iterable
 from functools import cache
+from random import Random
 
 import pytest
 
 from services.scheduler.core.batch.slot_table import RUN_TOKENS
-from tests.simulation.faults import DRAINS, Fault
+from tests.simulation.faults import DRAINS, Fault, FaultMix
 from tests.simulation.simulation import MIN_EVENTS, MIN_REQUESTS, Report, SimulationError, simulate
 
 
@@ -20,9 +22,9 @@ def run_undisturbed(seed: int) -> Report:
     return simulate(seed, [])
 
 
-@pytest.mark.parametrize("first", range(0, 50, 25))
+@pytest.mark.parametrize("first", [0, 10])
 def test_seeds_end_well(first: int) -> None:
-    for seed in range(first, first + 25):
+    for seed in range(first, first + 10):
         report = simulate(seed)
         assert report.num_requests >= MIN_REQUESTS
         assert report.num_events >= MIN_EVENTS
@@ -30,10 +32,31 @@ def test_seeds_end_well(first: int) -> None:
 
 # For any number of seeds: `make simulate`.
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [50, *(pytest.param(first, marks=pytest.mark.proof) for first in range(75, 175, 25))])
+@pytest.mark.parametrize("first", [20, *(pytest.param(first, marks=pytest.mark.proof) for first in range(45, 170, 25))])
 def test_more_seeds_end_well(first: int) -> None:
     for seed in range(first, first + 25):
         simulate(seed)
+
+
+OF_ONE_KIND: dict[str, Iterable[Fault]] = {
+    "drains": DRAINS,
+    "schedulers that flap": [Fault.SCHEDULER_FLAP],
+    "another model": [Fault.MODEL_CHANGE],
+    "long steps": [Fault.LONG_STEP],
+    "kills from outside": [Fault.WORKER_CRASH, Fault.LINK_BREAK],
+    "full queues": [Fault.QUEUE_FULL],
+    "repeated ids": [Fault.SAME_ID],
+    "long answers": [Fault.LONG_ANSWER],
+    "nothing": [],
+}
+
+
+# Of kinds that tests below have a few seeds of.
+@pytest.mark.proof
+@pytest.mark.parametrize("kinds", OF_ONE_KIND.values(), ids=OF_ONE_KIND.keys())
+def test_more_seeds_of_one_kind_end_well(kinds: Iterable[Fault]) -> None:
+    for seed in range(24):
+        simulate(seed, [*kinds])
 
 
 # The second seed has TP groups.
@@ -45,7 +68,8 @@ def test_a_seed_replays_exactly(seed: int) -> None:
 def test_every_kind_of_fault_happens() -> None:
     # A full queue is a setting of the cell, not a fault that strikes.
     unseen = set(Fault) - {Fault.QUEUE_FULL}
-    for seed in range(100):
+    # The first ones show all, as long as the cell runs as it does.
+    for seed in (33, 37, 18, 22, 2, 23, *range(100)):
         unseen -= simulate(seed, list(Fault)).faults.keys()
         if not unseen:
             return
@@ -108,18 +132,19 @@ def test_workers_that_are_sick_in_many_ways_poison_no_request(others: list[Fault
 
 
 def test_kills_from_outside_poison_no_request_that_gets_a_token_in_between() -> None:
-    num_lost = 0
-    for seed in range(24):
-        report = simulate(seed, [Fault.WORKER_CRASH, Fault.LINK_BREAK])
-        if report.spares_suspects:
-            num_lost += report.num_attaches - report.dp_size
-            assert not report.ends["POISON_REQUEST"]
+    num_lost, kinds = 0, [Fault.WORKER_CRASH, Fault.LINK_BREAK]
+    # Known before a run, which begins with this draw.
+    for seed in (seed for seed in range(24) if FaultMix.draw(Random(seed), kinds).spares_suspects):
+        report = simulate(seed, kinds)
+        assert report.spares_suspects
+        num_lost += report.num_attaches - report.dp_size
+        assert not report.ends["POISON_REQUEST"]
     assert num_lost > 10
 
 
 def test_schedulers_that_die_right_after_they_are_ready_poison_no_request() -> None:
     num_controls = 0
-    for seed in range(8):
+    for seed in range(4, 8):
         report = simulate(seed, [Fault.SCHEDULER_FLAP])
         num_controls += report.num_controls
         assert not report.ends["POISON_REQUEST"]
@@ -128,7 +153,7 @@ def test_schedulers_that_die_right_after_they_are_ready_poison_no_request() -> N
 
 def test_a_change_of_the_model_ends_what_waits_and_continues_nothing_with_other_weights() -> None:
     num_changed = num_schedulers = 0
-    for seed in range(12):
+    for seed in range(5, 11):
         report = simulate(seed, [Fault.MODEL_CHANGE])
         num_changed += report.ends["MODEL_CHANGED"]
         num_schedulers += report.num_schedulers - 1
@@ -137,12 +162,12 @@ def test_a_change_of_the_model_ends_what_waits_and_continues_nothing_with_other_
 
 def test_planned_stops_are_no_losses_and_accuse_no_request() -> None:
     num_left = num_crashed = 0
-    for seed in range(8):
+    for seed in range(4):
         report = simulate(seed, DRAINS)
         num_left += report.num_attaches - report.dp_size
         assert (report.num_lost_epochs, report.num_suspects, report.ends["POISON_REQUEST"]) == (0, 0, 0)
     # The watch checks that only the crashes among them count.
-    for seed in range(8):
+    for seed in range(4):
         kinds = [*DRAINS, Fault.WORKER_CRASH, Fault.SCHEDULER_RESTART, Fault.SCHEDULER_ZOMBIE, Fault.MEMBER_CRASH]
         report = simulate(seed, kinds)
         num_crashed += report.num_lost_epochs
@@ -151,7 +176,7 @@ def test_planned_stops_are_no_losses_and_accuse_no_request() -> None:
 
 def test_a_merely_long_step_ends_no_epoch() -> None:
     num_long_steps = 0
-    for seed in range(8):
+    for seed in range(4, 8):
         report = simulate(seed, [Fault.LONG_STEP])
         num_long_steps += report.faults[Fault.LONG_STEP]
         assert report.num_attaches == report.dp_size
@@ -159,29 +184,29 @@ def test_a_merely_long_step_ends_no_epoch() -> None:
 
 
 def test_coupled_cells_run_dummies_and_others_none() -> None:
-    reports = [run_undisturbed(seed) for seed in range(8)]
+    reports = [run_undisturbed(seed) for seed in range(3)]
     assert any(report.num_dummy_steps for report in reports)
     assert all(report.is_coupled for report in reports if report.num_dummy_steps)
 
 
 def test_tenants_are_refused_at_their_limits_and_repeat_each_others_ids() -> None:
-    limited = [simulate(seed, [Fault.QUEUE_FULL]).ends for seed in range(6)]
+    limited = [simulate(seed, [Fault.QUEUE_FULL]).ends for seed in range(4)]
     assert sum(ends["TENANT_LIMIT"] for ends in limited) > 20
     assert not all(ends["TENANT_LIMIT"] for ends in limited)
     # The watch checks that only those of the same tenant are duplicates.
-    repeated = [simulate(seed, [Fault.SAME_ID]) for seed in range(6)]
+    repeated = [simulate(seed, [Fault.SAME_ID]) for seed in range(4, 6)]
     assert sum(report.ends["DUPLICATE_REQUEST"] for report in repeated) > 0
     assert sum(report.faults[Fault.SAME_ID] for report in repeated) > 10
 
 
 def test_some_cells_draft_and_some_do_not() -> None:
-    num_accepted_tokens = [run_undisturbed(seed).num_accepted_tokens for seed in range(8)]
+    num_accepted_tokens = [run_undisturbed(seed).num_accepted_tokens for seed in range(3)]
     assert min(num_accepted_tokens) == 0
     assert max(num_accepted_tokens) > 100
 
 
 def test_some_answers_are_so_long_that_their_tokens_come_round() -> None:
-    longest = [simulate(seed, [Fault.LONG_ANSWER]).max_completion_tokens for seed in range(6)]
+    longest = [simulate(seed, [Fault.LONG_ANSWER]).max_completion_tokens for seed in range(4, 6)]
     assert min(longest) < RUN_TOKENS
     assert max(longest) > 2 * RUN_TOKENS
 

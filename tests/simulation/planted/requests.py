@@ -320,7 +320,7 @@ def _max_tokens_count_from_the_resubmission(patch: Patch) -> None:
     patch.setattr(RequestManager, "_submit", submit_as_prompt)
 
 
-@_planted(Fault.STREAM_BREAK, Fault.DEADLINE)
+@_planted(Fault.STREAM_BREAK, Fault.DEADLINE, seed=1)
 def _resubmission_extends_the_deadline(patch: Patch) -> None:
     """A resumed request loses its deadline."""
 
