@@ -104,7 +104,7 @@ struct Scratch {
     float* highest;  // score so far
     float* totals;   // [rows, kWidth], of the weights
     float* factors;  // see RowState
-    float* scores;   // [rows, kTile], then the weights; of a chunk only the rows computed together
+    float* scores;   // [rows, kTile], then the weights; of a chunk only two blocks of rows
     float* keys;     // chunks only: [head_dim, kTile]
     float* values;   // chunks only: [kTile, value_width]
     float* rows;     // chunks only: [kTile, key_width or value_width]
@@ -121,7 +121,7 @@ struct Scratch {
         query = take(num_rows * key_width);
         sum = take((num_rows + (is_chunk ? kChunkBlock - 1 : 0)) * value_width);
         highest = take(num_rows), totals = take(num_rows * kWidth), factors = take(num_rows);
-        scores = take((is_chunk ? kChunkBlock : num_rows) * kTile);
+        scores = take((is_chunk ? 2 * kChunkBlock : num_rows) * kTile);
         if (is_chunk) {
             keys = take(key_width * kTile), values = take(kTile * value_width);
             rows = take(kTile * std::max(key_width, value_width));
@@ -184,6 +184,15 @@ float highest_of(const float* scores, Width width, float former) {
     return max_of(most);
 }
 
+// What a score weighs, given its distance from the highest: as precise as weights of the type N are.
+template <typename N>
+Vec power(Vec distance) {
+#if defined(MULTIPLY_BF16) || defined(USE_AMX)
+    if constexpr (sizeof(N) == sizeof(bf16)) return rough_exp2(distance);
+#endif
+    return exp2(distance);
+}
+
 // Turns the scores [width] of a row, whole vectors, into weights, and updates the row's state. Scores of -infinity weigh 0.
 template <typename N, typename Width>
 __attribute__((always_inline)) inline void weigh_vectors(const float* scores, Width width, const float* value_scales,
@@ -198,7 +207,7 @@ __attribute__((always_inline)) inline void weigh_vectors(const float* scores, Wi
     const Vec subtracted = broadcast(row.highest == -INFINITY ? 0.0f : row.highest);
     Vec total = mul(load(row.total), broadcast(row.factor));
     for (int64_t j = 0; j < width; j += kWidth) {
-        const Vec part = exp2(sub(load(scores + j), subtracted));
+        const Vec part = power<N>(sub(load(scores + j), subtracted));
         store(weights + j, value_scales == nullptr ? part : mul(part, load(value_scales + j)));
         total = add(total, part);
     }

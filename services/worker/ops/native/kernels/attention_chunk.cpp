@@ -173,9 +173,7 @@ class Chunk {
         int64_t row = rows.first;
 #ifdef USE_AMX
         if constexpr (kUsesTiles) {
-            for (; row < rows.end; row += kChunkBlock) {
-                attend_block(row, std::min(kChunkBlock, rows.end - row), first, count);
-            }
+            attend_blocks(rows, first, count);
             return;
         }
 #endif
@@ -241,11 +239,17 @@ class Chunk {
         add_values<N, ROWS>(step_, scratch_, row, count);
     }
 
-    void weigh_row(int64_t row, float* scores, int64_t first_key, int64_t count) {
+    // The keys of the tile from `first_key` on that a row sees.
+    Range seen_of_tile(int64_t row, int64_t first_key) const {
         const Range seen = seen_by(piece_, row / piece_.num_group_heads, step_.window);
-        const Range of_tile = {seen.begin - first_key, seen.end - first_key};
-        weigh(scores, count, of_tile, kHasScales ? value_scales_ : nullptr, scratch_.state(row),
-              reinterpret_cast<N*>(scores));
+        return {seen.begin - first_key, seen.end - first_key};
+    }
+
+    const float* value_scales() const { return kHasScales ? value_scales_ : nullptr; }
+
+    void weigh_row(int64_t row, float* scores, int64_t first_key, int64_t count) {
+        const Range seen = seen_of_tile(row, first_key);
+        weigh(scores, count, seen, value_scales(), scratch_.state(row), reinterpret_cast<N*>(scores));
     }
 
 #ifdef USE_AMX
@@ -256,22 +260,39 @@ class Chunk {
         std::fill_n(scratch_.keys + written * kTile, (depth - written) * kTile, 0.0f);
     }
 
-    // As `attend`, for up to kChunkBlock rows: the others of the block have weights of 0.
-    void attend_block(int64_t row, int64_t num_rows, int64_t first_key, int64_t count) {
-        score_block(scratch_, row);
+    // As `attend`, for all rows. A block's scores are computed before the weights of the block before it, so that the tile
+    // unit and the vectors work at once.
+    void attend_blocks(Rows rows, int64_t first_key, int64_t count) {
+        float *scores = scratch_.scores, *next_scores = scores + kChunkBlock * kTile;
+        if (rows.first < rows.end) score_block(scratch_, rows.first, scores);
+        for (int64_t row = rows.first; row < rows.end; row += kChunkBlock) {
+            if (row + kChunkBlock < rows.end) score_block(scratch_, row + kChunkBlock, next_scores);
+            weigh_block(row, std::min(kChunkBlock, rows.end - row), first_key, count, scores);
+            add_block(step_, scratch_, row, scores);
+            std::swap(scores, next_scores);
+        }
+    }
+
+    // Turns the scores of up to kChunkBlock rows into weights: the others of the block have weights of 0.
+    void weigh_block(int64_t row, int64_t num_rows, int64_t first_key, int64_t count, float* block_scores) {
         for (int64_t r = 0; r < kChunkBlock; ++r) {
-            float* scores = scratch_.scores + r * kTile;
+            float* scores = block_scores + r * kTile;
             if (r < num_rows) {
-                for (int64_t j = 0; j < kTile; j += kWidth) {
-                    store(scores + j, mul(load(scores + j), load(key_scales_ + j)));
-                }
-                weigh_row(row + r, scores, first_key, count);
+                weigh_scaled(row + r, scores, first_key, count);
                 rescale(row + r);
             }
             const int64_t width = r < num_rows ? (count + kWidth - 1) / kWidth * kWidth : 0;
             std::fill_n(reinterpret_cast<bf16*>(scores) + width, kTile - width, bf16{0});
         }
-        add_block(step_, scratch_, row);
+    }
+
+    void weigh_scaled(int64_t row, float* scores, int64_t first_key, int64_t count) {
+        const Range seen = seen_of_tile(row, first_key);
+        if (count == kTile && seen.begin <= 0 && seen.end >= kTile) {
+            return weigh_whole(scores, key_scales_, value_scales(), scratch_.state(row));
+        }
+        for (int64_t j = 0; j < kTile; j += kWidth) store(scores + j, mul(load(scores + j), load(key_scales_ + j)));
+        weigh(scores, count, seen, value_scales(), scratch_.state(row), reinterpret_cast<N*>(scores));
     }
 
     void rescale(int64_t row) {

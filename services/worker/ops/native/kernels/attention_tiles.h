@@ -75,21 +75,46 @@ void for_sums(Body body) {
 }
 
 // Scores [kChunkBlock, kTile] of rows from `row` on with a tile of keys, not yet multiplied by their scales.
-inline void score_block(const Scratch& scratch, int64_t row) {
+inline void score_block(const Scratch& scratch, int64_t row, float* scores) {
     const int64_t steps = padded(words<bf16>(scratch.key_width)) / kStepWords;
     const float* query = scratch.query + row * scratch.key_width;
     for_sums<4>([](auto tile) { amx::zero<tile>(); });
     multiply_tiles<4>(query, scratch.key_width, scratch.keys, kTile, steps);
-    for_sums<4>([&](auto tile) { amx::store<tile>(scratch.scores + tile * kStepWords, kTile * sizeof(float)); });
+    for_sums<4>([&](auto tile) { amx::store<tile>(scores + tile * kStepWords, kTile * sizeof(float)); });
 }
 
-// Adds a tile's values, weighted, to the sums of the block of rows from `row` on.
-inline void add_block(const Step& step, const Scratch& scratch, int64_t row) {
+// As `weigh` of a row that sees the whole tile, with scores that are not yet multiplied by their scales.
+inline void weigh_whole(float* scores, const float* scales, const float* value_scales, RowState row) {
+    constexpr int kParts = kTile / kWidth;
+    Vec parts[kParts];
+    for (int i = 0; i < kParts; ++i) parts[i] = mul(load(scores + i * kWidth), load(scales + i * kWidth));
+    static_assert(kParts == 4);
+    const Vec most = max(max(parts[0], parts[1]), max(parts[2], parts[3]));
+    const float former = row.highest;
+    row.factor = 1.0f;
+    if (former == -INFINITY || at_most_bits(most, broadcast(former)) != (1u << kWidth) - 1) {
+        row.highest = std::max(former, max_of(most));
+        row.factor = former == row.highest ? 1.0f : exp2(former - row.highest);
+    }
+    // Nothing but infinities: their differences would be NaN.
+    const Vec subtracted = broadcast(row.highest == -INFINITY ? 0.0f : row.highest);
+    Vec total = mul(load(row.total), broadcast(row.factor));
+    auto* weights = reinterpret_cast<bf16*>(scores);
+    for (int i = 0; i < kParts; ++i) {
+        const Vec part = power<bf16>(sub(parts[i], subtracted));
+        store(weights + i * kWidth, value_scales == nullptr ? part : mul(part, load(value_scales + i * kWidth)));
+        total = add(total, part);
+    }
+    store(row.total, total);
+}
+
+// Adds a tile's values to the sums of the block of rows from `row` on, with their weights [kChunkBlock, kTile words].
+inline void add_block(const Step& step, const Scratch& scratch, int64_t row, const float* weights) {
     const int64_t width = scratch.value_width;
     for_columns(step.value_dim, [&](int64_t column, auto columns) {
         float* sums = scratch.sum + row * width + column;
         for_sums<columns>([&](auto tile) { amx::load<tile>(sums + tile * kStepWords, width * sizeof(float)); });
-        multiply_tiles<columns>(scratch.scores, kTile, scratch.values + column, width, words<bf16>(kTile) / kStepWords);
+        multiply_tiles<columns>(weights, kTile, scratch.values + column, width, words<bf16>(kTile) / kStepWords);
         for_sums<columns>([&](auto tile) { amx::store<tile>(sums + tile * kStepWords, width * sizeof(float)); });
     });
 }
