@@ -25,18 +25,17 @@ struct FloatSums {
 
 #ifdef USE_AMX
 
-// The same in both planes of `rows`.
+// The same in both planes of rows, whose scales are `row_words` apart.
 struct PlanesSums {
-    const Matrix& m;
     const int32_t* sums;
-    const uint8_t* rows;
-    int64_t row_bytes;
+    const float* scales;
+    int64_t row_words;
 
     Floats load(int64_t row, int half) const {
         const int32_t* high = sums + row * kTileRows + half * kLanes;
         const int32_t* low = high + amx::kRows * kTileRows;
-        const float scale = *planes_row(m, const_cast<uint8_t*>(rows + row * row_bytes)).scale;
-        return mul(fma(to_floats(load_ints(high)), fill(128.0f), to_floats(load_ints(low))), fill(scale));
+        const Floats scale = fill(scales[row * row_words]);
+        return mul(fma(to_floats(load_ints(high)), fill(128.0f), to_floats(load_ints(low))), scale);
     }
 };
 
@@ -54,7 +53,7 @@ void store_rows(
     T* out,
     int64_t out_stride) {
     const int64_t first = tile * kTileRows, row_words = row_bytes / 4;
-    const float* x_sums = activation_sums(m, rows + first_row * row_bytes);
+    const float* x_sums = m.row_offsets ? activation_sums(m, rows + first_row * row_bytes) : nullptr;
     out += first_row * out_stride;
     Floats values[kRows][2];
     for (int half = 0; half < 2; ++half) {
@@ -98,6 +97,11 @@ void store_block(
 
 #ifdef USE_AMX
 
+// Blocks of rows from which on there are many, and the bytes of tiles that a block is then multiplied with before the next
+// one: they stay in a core's cache.
+constexpr int64_t kManyBlocks = 4;
+constexpr int64_t kCachedTileBytes = 128 << 10;
+
 // As `multiply_tiles`, with the tile unit. A row's bits do not depend on the others in its block.
 template <class T>
 void multiply_blocks(
@@ -115,23 +119,34 @@ void multiply_blocks(
     const int64_t steps = num_steps(m);
     const int64_t share = num_blocks == 1 ? kStepBytes : divide_up(bytes, num_blocks * steps * 64) * 64;
     alignas(64) uint8_t sums[kBlockRows * kTileRows * 4];
+    const bool is_many = num_blocks >= kManyBlocks;
+    const auto multiply = [&](int64_t tile, int64_t block) {
+        const int64_t first = std::min(block * count, num_rows - count);
+        const uint8_t *block_rows = rows + first * row_bytes, *weights = m.tiles + tile * bytes;
+        const uint8_t* next =
+            num_blocks == 1 ? weights + kAhead : m.tiles + run.after(tile) * bytes + block * steps * share;
+        T* target = out + first * out_stride + tile * kTileRows;
+        // Results of many rows are in no cache.
+        for (int64_t r = 0; is_many && r < count; ++r) {
+            prefetch(reinterpret_cast<const uint8_t*>(target + r * out_stride), sizeof(T) * kTileRows);
+        }
+        multiply_block({m, weights, block_rows, row_bytes, count, next, share}, sums);
+        if (has_planes(m)) {
+            const float* scales = planes_row(m, const_cast<uint8_t*>(block_rows)).scale;
+            const PlanesSums planes{reinterpret_cast<const int32_t*>(sums), scales, row_bytes / 4};
+            store_block(m, tile, block_rows, row_bytes, count, planes, target, out_stride);
+        } else {
+            const FloatSums floats{reinterpret_cast<const float*>(sums)};
+            store_block(m, tile, block_rows, row_bytes, count, floats, target, out_stride);
+        }
+    };
     const amx::Tiles tiles(block_shapes(m, count));
-    for (int64_t tile = run.first; tile < run.end; ++tile) {
-        const uint8_t* weights = m.tiles + tile * bytes;
+    // A block of many is multiplied with several tiles, so that results are written side by side.
+    const int64_t tiles_at_once = is_many ? std::max<int64_t>(1, kCachedTileBytes / bytes) : 1;
+    for (int64_t first = run.first; first < run.end; first += tiles_at_once) {
+        const int64_t end = std::min(run.end, first + tiles_at_once);
         for (int64_t block = 0; block < num_blocks; ++block) {
-            const int64_t first = std::min(block * count, num_rows - count);
-            const uint8_t* block_rows = rows + first * row_bytes;
-            const uint8_t* next =
-                num_blocks == 1 ? weights + kAhead : m.tiles + run.after(tile) * bytes + block * steps * share;
-            multiply_block({m, weights, block_rows, row_bytes, count, next, share}, sums);
-            T* target = out + first * out_stride + tile * kTileRows;
-            if (has_planes(m)) {
-                const PlanesSums planes{m, reinterpret_cast<const int32_t*>(sums), block_rows, row_bytes};
-                store_block(m, tile, block_rows, row_bytes, count, planes, target, out_stride);
-            } else {
-                const FloatSums floats{reinterpret_cast<const float*>(sums)};
-                store_block(m, tile, block_rows, row_bytes, count, floats, target, out_stride);
-            }
+            for (int64_t tile = first; tile < end; ++tile) multiply(tile, block);
         }
     }
 }
