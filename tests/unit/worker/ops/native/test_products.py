@@ -208,6 +208,21 @@ def test_many_rows_are_multiplied_in_parts(isa: Isa) -> None:
 
 
 @every_isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [FLOAT, INT8, INT4])
+def test_many_rows_with_many_outputs_have_the_bits_of_a_few_rows(isa: Isa, kind: str, dtype: torch.dtype) -> None:
+    # A thread's outputs fill several tiles; neither the last tile nor the last block of rows is full.
+    case = Case(kind, dtype, num_rows=150, num_inputs=200, num_outputs=1333, group_size=4096)
+    ops, x = NativeOps(isa), case.x()
+    kernel = ops.prepare_linear(case.weight(), case.bias(), dtype)
+    expected = torch.cat([kernel(x[first : first + 7]) for first in range(0, 150, 7)])
+    for num_threads in (1, 2):
+        ops.use_threads(num_threads)
+        assert torch.equal(kernel(x), expected)
+        assert torch.equal(kernel(x[:65]), expected[:65])
+
+
+@every_isa
 def test_the_most_negative_codes_are_multiplied_exactly(isa: Isa) -> None:
     weight = IntMatrix(8, torch.full((40, 64), -128, dtype=torch.int8), torch.ones(40, 1), group_size=64)
     x = torch.full((3, 64), -127.0)
