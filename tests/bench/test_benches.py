@@ -35,6 +35,10 @@ SCRIPT_TO_FLAGS = {
         *("--device=cpu", "--shapes", "tiny", "--kv-cache-gib=0.02", "--model", FLOAT32_MODEL),
         "--stages=ops,tune,decode,packed,tokens,trace,start,serve",
     ],
+    "items": [
+        *(FLOAT32_MODEL, "--documents=2", "--query-tokens=16", "--document-tokens=4"),
+        *("--texts=4", "--repeats=1", "--without-peers"),
+    ],
     "loading": ["--tensors=2", "--threads=1", "--repeats=1"],
     # Without the simulated comparison, which has its own tests.
     "lockstep": ["--quick", "--num-ranks=2", "--only", "wall", "cpu"],

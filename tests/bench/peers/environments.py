@@ -92,6 +92,11 @@ OPENVINO = Environment(
     "openvino-genai-2026.4.1.0",
     (("openvino-genai==2026.4.1.0", "openvino==2026.4.1", "nncf==3.4.0", "numpy==2.4.6"),),
 )
+# 2 GB.
+SENTENCES = Environment(
+    "sentence-transformers-6.2.0",
+    (("torch==2.13.0",), ("numpy==2.4.6", "sentence-transformers==6.2.0", "transformers==5.23.0")),
+)
 # pip would take what it built with other flags for the same.
 _LLAMA_CPP_INSTALLS = (("--no-cache-dir", "--no-binary=llama-cpp-python", "llama-cpp-python==0.3.36", "numpy==2.4.6"),)
 _CORRECTIONS = f"-include {Path(__file__).with_name('amx_intrinsics.h')}"
