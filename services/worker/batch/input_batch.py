@@ -5,7 +5,7 @@ Plain numpy; only drafts may come from a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,11 +15,11 @@ from services.worker.batch.block_tables import BlockTables
 from services.worker.batch.decodes import NO_DRAFTS, Decodes, DraftRoom, Drafts, DraftSource, PlannedStep
 from services.worker.batch.enter_checks import BatchLimits, check_enter, check_token_ids, require
 from services.worker.batch.slot_changes import SlotChanges
+from services.worker.batch.slot_options import SlotOptions
 from services.worker.batch.state_changes import state_changes
-from services.worker.batch.step_input import PooledChunk, ScoredChunk, StepInput, StepTokens
+from services.worker.batch.step_input import StepInput, StepTokens
 from services.worker.sampling.sampling_rows import SamplingRows
-from services.worker.sampling.sampling_state import GrammarMatcher, SamplingState
-from shared.request.sampling_params import SamplingOptions
+from services.worker.sampling.sampling_state import GrammarMatcher
 from shared.step.columns import Int32Column
 from shared.step.step import EnteringSequence, PrefillChunk, Step, StepKind
 
@@ -48,8 +48,7 @@ class InputBatch:
         """Grammars need `make_matcher` and the model's `eos_token_ids`, drafts `drafter`."""
         num_slots = limits.max_num_seqs
         self.limits = limits
-        self._make_matcher = make_matcher
-        self._eos_token_ids = tuple(eos_token_ids)
+        self._options = SlotOptions(limits, make_matcher=make_matcher, eos_token_ids=eos_token_ids)
         self._drafter = drafter
         # Slots in the order in which their sequences entered.
         self._order = _NO_SLOTS
@@ -62,8 +61,6 @@ class InputBatch:
         self._top_p = np.ones(num_slots, dtype=np.float32)
         self._seed = np.zeros(num_slots, dtype=np.uint64)
         self._choice = np.zeros(num_slots, dtype=np.uint32)
-        # Only for the few sequences that have options.
-        self._states: dict[int, SamplingState] = {}
         self._tables = BlockTables(
             num_slots=num_slots,
             num_pool_blocks=limits.num_blocks,
@@ -150,7 +147,7 @@ class InputBatch:
             seed=self._seed[slots],
             choice=self._choice[slots],
             position=step_input.row_positions,
-            states=self._states_of(slots) if self._states else {},
+            states=self._options.by_row(slots) if self._options.states else {},
         )
 
     def record_drawn(self, slots: Int32Column) -> None:
@@ -179,9 +176,8 @@ class InputBatch:
         self._order = self._order[self._is_used[self._order]]
         if self._drafter is not None:
             self._drafter.leave(slots)
-        if self._states:
-            for slot in slots.tolist():
-                self._states.pop(slot, None)
+        if self._options.states:
+            self._options.leave(slots)
 
     def _enter(self, enters: Sequence[EnteringSequence]) -> None:
         if not enters:
@@ -202,29 +198,10 @@ class InputBatch:
             self._top_p[slot] = params.top_p
             self._seed[slot] = params.seed
             self._choice[slot] = enter.choice
-            if params.options is not None:
-                self._states[slot] = self._make_state(enter, params.options)
-            self._changes.enter(enter, is_edited=self._changes_logits(slot))
+            self._changes.enter(enter, is_edited=self._options.enter(enter))
             if self._drafter is not None:
                 self._drafter.enter(slot, enter.cached_token_ids, int(self._max_num_tokens[slot]))
         self._order = np.concatenate([self._order, np.array([enter.chunk.slot for enter in enters], dtype=np.int32)])
-
-    def _changes_logits(self, slot: int) -> bool:
-        return slot in self._states and self._states[slot].changes_logits
-
-    def _make_state(self, enter: EnteringSequence, options: SamplingOptions) -> SamplingState:
-        slot = enter.chunk.slot
-        require(not options.grammar or self._make_matcher is not None, "grammars are not supported here", slot=slot)
-        state = SamplingState(
-            options,
-            stop_token_ids=np.array(enter.stop_token_ids, np.int32),
-            num_prompt_tokens=enter.num_prompt_tokens,
-            logits_width=self.limits.logits_width,
-            matcher=self._make_matcher(options.grammar) if options.grammar and self._make_matcher else None,
-            eos_token_ids=self._eos_token_ids,
-        )
-        state.extend(enter.cached_token_ids)
-        return state
 
     def _append_blocks(self, slots: Int32Column, block_ids: Int32Column) -> None:
         require(len(slots) == len(block_ids), "append_slots and append_block_ids differ in length")
@@ -254,8 +231,8 @@ class InputBatch:
         check_token_ids(slot, token_ids, self.limits)
         self._num_tokens[slot] += num_new
         self._num_later[slot] = chunk.num_later_tokens
-        if slot in self._states:
-            self._states[slot].extend(token_ids)
+        if slot in self._options.states:
+            self._options.states[slot].extend(token_ids)
         if self._drafter is not None:
             self._drafter.extend(slot, token_ids)
 
@@ -317,7 +294,7 @@ class InputBatch:
         np.cumsum(query_lens, out=cu_seqlens_q[1:])
         num_tokens, num_decodes = int(cu_seqlens_q[-1]), len(decodes.slots)
         num_done = decodes.num_slots - num_decodes
-        starts = cu_seqlens_q[num_decodes:]
+        starts, has_options = cu_seqlens_q[num_decodes:], bool(self._options.states)
         return StepInput(
             num_decodes=num_decodes,
             slots=slots,
@@ -333,7 +310,7 @@ class InputBatch:
             is_prefill=bool(chunks),
             is_plain_decode=0 < num_tokens == num_decodes == len(slots),
             num_blocks=int(num_blocks_needed.max(initial=0)),
-            has_options=bool(self._states) and self._have_options(row_slots),
+            has_options=has_options and self._need_logits(row_slots),
             table_width=self._tables.width,
             changes=self._changes.take(self._tables.width),
             chunks=tuple(chunks),
@@ -341,12 +318,12 @@ class InputBatch:
             device_drafts=None if drafts is None else drafts.device,
             chosen_drafts=None if drafts is None else drafts.chosen,
             draft_counts=None if drafts is None else drafts.counts_of_rows(len(row_slots)),
-            scored_chunks=self._scored_chunks(chunks, starts) if self._states else (),
-            pooled_chunks=tuple(self._pooled_chunks(chunks, starts)) if self._states else (),
+            scored_chunks=tuple(self._options.scored_chunks(chunks, starts, self._num_tokens)) if has_options else (),
+            pooled_chunks=tuple(self._options.pooled_chunks(chunks, starts, self._num_tokens)) if has_options else (),
         )
 
-    def _have_options(self, slots: Int32Column) -> bool:
-        return any(state.needs_logits for state in self._states_of(slots).values())
+    def _need_logits(self, slots: Int32Column) -> bool:
+        return any(state.needs_logits for state in self._options.by_row(slots).values())
 
     def _token_ids(self, step_input: StepInput) -> npt.NDArray[np.int64]:
         decode_slots = step_input.slots[: step_input.num_decodes]
@@ -373,40 +350,6 @@ class InputBatch:
             "a block table is too short for its sequence",
         )
         return num_blocks_needed
-
-    def _states_of(self, slots: Int32Column) -> dict[int, SamplingState]:
-        slot_to_row = np.full(self.limits.max_num_seqs, -1)
-        slot_to_row[slots] = np.arange(len(slots))
-        return {int(slot_to_row[slot]): state for slot, state in self._states.items() if slot_to_row[slot] >= 0}
-
-    def _scored_chunks(self, chunks: Sequence[PrefillChunk], starts: Int32Column) -> tuple[ScoredChunk, ...]:
-        scored = []
-        for chunk, start in zip(chunks, starts.tolist(), strict=False):
-            state = self._states.get(chunk.slot)
-            if state is None or state.options.num_prompt_logprobs is None:
-                continue
-            position = int(self._num_tokens[chunk.slot]) - chunk.num_tokens
-            num_tokens = min(chunk.num_tokens, state.num_prompt_tokens - position)
-            if num_tokens > 0:
-                scored.append(
-                    ScoredChunk(
-                        chunk.slot,
-                        start,
-                        num_tokens,
-                        position,
-                        state.num_prompt_tokens,
-                        state.options.num_prompt_logprobs,
-                    )
-                )
-        return tuple(scored)
-
-    def _pooled_chunks(self, chunks: Sequence[PrefillChunk], starts: Int32Column) -> Iterator[PooledChunk]:
-        for chunk, start in zip(chunks, starts.tolist(), strict=False):
-            state = self._states.get(chunk.slot)
-            if state is not None and state.options.pooling is not None:
-                position = int(self._num_tokens[chunk.slot]) - chunk.num_tokens
-                has_later = chunk.num_later_tokens > 0
-                yield PooledChunk(chunk.slot, start, chunk.num_tokens, position, state.options.pooling, has_later)
 
     def _check_used(self, column: str, slots: Int32Column, *, may_repeat: bool = False) -> None:
         in_range = not len(slots) or 0 <= slots.min() <= slots.max() < self.limits.max_num_seqs
