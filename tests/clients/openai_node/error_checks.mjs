@@ -88,10 +88,10 @@ export async function check_heads(cell) {
 // Other APIs are 501, by name and without a retry.
 export async function check_not_supported(cell) {
   const { client, statuses } = connectCounting(cell);
-  const embedded = client.embeddings.create({ model: cell.model, input: 'x' });
-  const error = await errorOf(OpenAI.InternalServerError, embedded);
+  const moderated = client.moderations.create({ input: 'x' });
+  const error = await errorOf(OpenAI.InternalServerError, moderated);
   assert.deepEqual([error.status, error.code, statuses], [501, 'not_supported', [501]]);
-  assert.match(error.message, /\/v1\/embeddings/);
+  assert.match(error.message, /\/v1\/moderations/);
 }
 
 // A request that takes longer than its timeout_s is 504, without a retry; a stream ends with the error.

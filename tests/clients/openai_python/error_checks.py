@@ -113,7 +113,7 @@ def check_heads(cell: Any) -> None:
 def check_not_supported(cell: Any) -> None:
     """Other APIs are 501, by name and without a retry."""
     for path, call in (
-        ("/v1/embeddings", lambda client: client.embeddings.create(model=cell.model, input="x")),
+        ("/v1/images/generations", lambda client: client.images.generate(prompt="x")),
         ("/v1/moderations", lambda client: client.moderations.create(input="x")),
     ):
         attempts = Attempts()

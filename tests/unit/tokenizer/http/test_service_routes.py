@@ -40,10 +40,10 @@ async def test_health_is_the_link_and_ping_the_process(http: HttpService) -> Non
 
 
 async def test_other_apis_are_refused_by_name(http: HttpService) -> None:
-    answer = await http.post("/v1/embeddings", {})
+    answer = await http.post("/v1/moderations", {})
     assert (answer.status, answer.error["code"]) == (501, "not_supported")
     assert answer.headers["x-should-retry"] == "false"
-    assert "/v1/embeddings" in answer.error["message"]
+    assert "/v1/moderations" in answer.error["message"]
 
 
 async def test_other_paths_and_methods_have_their_statuses(http: HttpService) -> None:
