@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shutil
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
 
 from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-from services.cli.clients.client import NotTextError, check_text, describe_failure, run_client
+from services.cli.clients.client import NotTextError, check_text, describe_failure, explain_failure, run_client
 from services.cli.clients.conversation import Conversation
-from services.cli.clients.key_flag import Metadata, explain_refused_key, metadata_of
+from services.cli.clients.key_flag import Metadata, metadata_of
 from services.cli.clients.request_flags import add_client_flags, find_tokenizer, request_from
-from services.cli.clients.running_cells import Target, explain_no_cell
+from services.cli.clients.running_cells import Target
 from services.cli.clients.word_wrap import WordWrap
-from services.cli.clients.wrong_service import TOKENIZER, explain_wrong_service
 from services.cli.extras import missing_packages
 from services.cli.tls_flags import peer_of_client
 from shared.flag_parser import FlagParser
@@ -86,16 +84,6 @@ class _Server:
     target: Target
     metadata: Metadata
 
-    @contextlib.asynccontextmanager
-    async def explain_failure(self) -> AsyncIterator[None]:
-        """Explain a call that failed for where it went, or for its key."""
-        async with (
-            explain_no_cell(self.target),
-            explain_refused_key(self.target.address, self.metadata),
-            explain_wrong_service(self.channel, self.target.address, TOKENIZER),
-        ):
-            yield
-
 
 def _answer_lines(runner: asyncio.Runner, server: _Server, conversation: Conversation) -> None:
     """Stop at the first failure."""
@@ -108,7 +96,7 @@ def _answer_lines(runner: asyncio.Runner, server: _Server, conversation: Convers
 
 
 async def _answer(server: _Server, conversation: Conversation, turn: str) -> None:
-    async with server.explain_failure():
+    async with explain_failure(server.channel, server.target, server.metadata):
         await conversation.answer(turn)
 
 
@@ -157,7 +145,7 @@ def _obey(line: str, conversation: Conversation) -> None:
 
 
 async def _find_model(server: _Server) -> str:
-    async with server.explain_failure():
+    async with explain_failure(server.channel, server.target, server.metadata):
         stub = tokenizer_pb2_grpc.TokenizerServiceStub(server.channel)
         info = await stub.GetModelInfo(tokenizer_pb2.GetModelInfoRequest(), metadata=server.metadata)
         return str(info.model)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 
 from lockstep.v1 import common_pb2, tokenizer_pb2, tokenizer_pb2_grpc
-from services.cli.clients.key_flag import KeyRefusedError, Metadata
-from services.cli.clients.running_cells import NoCellError
+from services.cli.clients.key_flag import KeyRefusedError, Metadata, explain_refused_key
+from services.cli.clients.running_cells import NoCellError, Target, explain_no_cell
 from services.cli.clients.word_wrap import WordWrap
-from services.cli.clients.wrong_service import WrongServiceError
+from services.cli.clients.wrong_service import TOKENIZER, WrongServiceError, explain_wrong_service
+from shared.network.rpc import Peer, make_channel
 from shared.network.statuses import reason_of, status_from_rpc_error
 from shared.process.encoding import describe_locale, is_text
 
@@ -51,6 +53,39 @@ def check_text(text: str) -> str:
     if not is_text(text):
         raise NotTextError(f"the input is not UTF-8{describe_locale()}")
     return text
+
+
+def texts_of(arguments: Sequence[str]) -> list[str]:
+    """A command's texts: its arguments, or else the lines of stdin that are not empty.
+
+    Raises:
+        UnicodeError: stdin is not text.
+    """
+    return list(arguments) or [line.removesuffix("\n") for line in sys.stdin if line.strip()]
+
+
+@contextlib.asynccontextmanager
+async def explain_failure(channel: grpc.aio.Channel, target: Target, metadata: Metadata) -> AsyncIterator[None]:
+    """Explain a failed call of the tokenizer service.
+
+    Raises:
+        NoCellError: no cell is there.
+        KeyRefusedError: the client's key is refused, or missing.
+        WrongServiceError: another service answers.
+    """
+    async with (
+        explain_no_cell(target),
+        explain_refused_key(target.address, metadata),
+        explain_wrong_service(channel, target.address, TOKENIZER),
+    ):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def open_channel(target: Target, peer: Peer | None, metadata: Metadata) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to a tokenizer service, whose failed calls are explained; raises as `explain_failure`."""
+    async with make_channel(target.address, peer=peer) as channel, explain_failure(channel, target, metadata):
+        yield channel
 
 
 def run_client(body: Callable[[], None]) -> int:

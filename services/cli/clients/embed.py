@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Sequence
 
 from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-from services.cli.clients.client import run_client
-from services.cli.clients.key_flag import Metadata, explain_refused_key, metadata_of
+from services.cli.clients.client import open_channel, run_client, texts_of
+from services.cli.clients.key_flag import Metadata, metadata_of
 from services.cli.clients.request_flags import add_call_flags, determinism_of, find_tokenizer, priority_of
-from services.cli.clients.running_cells import Target, explain_no_cell
-from services.cli.clients.wrong_service import TOKENIZER, explain_wrong_service
+from services.cli.clients.running_cells import Target
 from services.cli.tls_flags import peer_of_client
 from shared.flag_parser import FlagParser
-from shared.network.rpc import Peer, make_channel
+from shared.network.rpc import Peer
 from shared.network.tls import Role
 from shared.process.encoding import describe_locale
 
@@ -49,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     if args.dimensions is not None and args.dimensions < 1:
         parser.error("--dimensions must be at least 1")
     try:
-        texts = args.texts or [line.removesuffix("\n") for line in sys.stdin if line.strip()]
+        texts = texts_of(args.texts)
         requests = [_request(args, texts[at : at + _TEXTS_PER_CALL]) for at in range(0, len(texts), _TEXTS_PER_CALL)]
     except UnicodeError:
         parser.error(f"a text is not UTF-8{describe_locale()}")
@@ -79,12 +77,7 @@ async def _embed(
     requests: Sequence[tokenizer_pb2.EmbedRequest],
     timeout_s: float | None,
 ) -> None:
-    async with (
-        make_channel(target.address, peer=peer) as channel,
-        explain_no_cell(target),
-        explain_refused_key(target.address, metadata),
-        explain_wrong_service(channel, target.address, TOKENIZER),
-    ):
+    async with open_channel(target, peer, metadata) as channel:
         stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
         for request in requests:
             response = await stub.Embed(request, timeout=timeout_s, metadata=metadata)

@@ -15,16 +15,16 @@ from services.cli.clients.client import (
     describe_finish,
     describe_logprobs,
     note_recovery,
+    open_channel,
     run_client,
     stream_answer,
 )
-from services.cli.clients.key_flag import Metadata, explain_refused_key, metadata_of
+from services.cli.clients.key_flag import Metadata, metadata_of
 from services.cli.clients.request_flags import add_client_flags, find_tokenizer, request_from
-from services.cli.clients.running_cells import Target, explain_no_cell
-from services.cli.clients.wrong_service import TOKENIZER, explain_wrong_service
+from services.cli.clients.running_cells import Target
 from services.cli.tls_flags import peer_of_client
 from shared.flag_parser import FlagParser
-from shared.network.rpc import Peer, make_channel
+from shared.network.rpc import Peer
 from shared.network.tls import Role
 from shared.process.encoding import describe_locale
 
@@ -72,12 +72,7 @@ def main(argv: Sequence[str]) -> int:
 async def _call(
     target: Target, peer: Peer | None, metadata: Metadata, generate: Callable[[grpc.aio.Channel], Awaitable[None]]
 ) -> None:
-    async with (
-        make_channel(target.address, peer=peer) as channel,
-        explain_no_cell(target),
-        explain_refused_key(target.address, metadata),
-        explain_wrong_service(channel, target.address, TOKENIZER),
-    ):
+    async with open_channel(target, peer, metadata) as channel:
         await generate(channel)
 
 

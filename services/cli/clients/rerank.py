@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Sequence
 
 from lockstep.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-from services.cli.clients.client import run_client
-from services.cli.clients.key_flag import Metadata, explain_refused_key, metadata_of
+from services.cli.clients.client import open_channel, run_client, texts_of
+from services.cli.clients.key_flag import Metadata, metadata_of
 from services.cli.clients.request_flags import add_call_flags, determinism_of, find_tokenizer, priority_of
-from services.cli.clients.running_cells import Target, explain_no_cell
-from services.cli.clients.wrong_service import TOKENIZER, explain_wrong_service
+from services.cli.clients.running_cells import Target
 from services.cli.tls_flags import peer_of_client
 from shared.flag_parser import FlagParser
-from shared.network.rpc import Peer, make_channel
+from shared.network.rpc import Peer
 from shared.network.tls import Role
 from shared.process.encoding import describe_locale
 
@@ -43,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     if args.top_n is not None and args.top_n < 1:
         parser.error("--top-n must be at least 1")
     try:
-        documents = args.documents or [line.removesuffix("\n") for line in sys.stdin if line.strip()]
+        documents = texts_of(args.documents)
         request = tokenizer_pb2.ScoreRequest(
             pairs=tokenizer_pb2.ScorePairs(queries=[args.query], documents=documents, instruction=args.instruction),
             priority=priority_of(args),
@@ -65,12 +63,7 @@ async def _rank(
     timeout_s: float | None,
     top_n: int | None,
 ) -> None:
-    async with (
-        make_channel(target.address, peer=peer) as channel,
-        explain_no_cell(target),
-        explain_refused_key(target.address, metadata),
-        explain_wrong_service(channel, target.address, TOKENIZER),
-    ):
+    async with open_channel(target, peer, metadata) as channel:
         stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
         response = await stub.Score(request, timeout=timeout_s, metadata=metadata)
     # Not by the probabilities: those of good documents may all be 1.
