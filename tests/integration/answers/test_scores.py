@@ -238,7 +238,7 @@ async def test_a_group_of_two_gives_the_cards_scores(reranker: Reranker) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["worker", "scheduler"])
 async def test_a_death_in_between_changes_no_bit(cell: Cell, reranker: Reranker, role: str) -> None:
-    documents = [f"{document} {number}" for number in range(20) for document in DOCUMENTS]
+    documents = [f"{document} {number}" for number in range(60) for document in DOCUMENTS]
     exact = request_for(documents, determinism="DETERMINISM_EXACT")
     expected = scores_of(await score(cell, exact))
     with run_split_cell(reranker.directory, REFERENCE) as split:
