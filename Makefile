@@ -48,7 +48,7 @@ IN_PARALLEL := -n $(JOBS) --dist worksteal
 # Otherwise the tokenizer's log line about the request would appear in the middle of the answer.
 # So small a model, with the sampling that its publisher recommends, answers some greetings with one emoji without end.
 ANSWER_ONE_PROMPT = $(BIN)/lockstep serve $(MODEL) --tokenizer.log-level=warning --prompt "$(PROMPT)" \
-	--override-generation-config='{"temperature": 0, "repetition_penalty": 1.1}'
+	--override-generation-config='{"temperature": 0, "frequency_penalty": 0.5}'
 
 INSTALLED := $(VENV)/installed
 STUBS := .cache/stubs
