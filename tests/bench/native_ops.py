@@ -135,7 +135,7 @@ class Layers:
         return sum_of_shortest(self.times(inputs, time.perf_counter) for _ in range(repeats))
 
     def times(self, inputs: list[Tensor], clock: Clock) -> list[float]:
-        """Of each product, the shortest of all layers' calls, one layer after the other."""
+        """The shortest call of each product among all layers, one layer after the other."""
         calls = [self._times(layer, inputs, clock) for layer in self._layers]
         return [min(times) for times in zip(*calls, strict=True)]
 

@@ -80,11 +80,11 @@ class Case:
 
     @property
     def labels(self) -> str:
-        """Those of its cell."""
+        """The labels of its cell."""
         return CELL.replace('cell="c"', f'cell="{self.name}"')
 
     def labels_of(self, alert: str) -> str:
-        """Those that an alert has of its cell."""
+        """The labels of its cell that an alert has."""
         return "" if alert == "LockstepMetricsAbsent" else f"{self.labels},"
 
 

@@ -1,4 +1,4 @@
-"""What requests for many items have in common: each item asks the cell for one token, which nobody looks at."""
+"""What requests for many items have in common: each item asks the cell for one token, which is not read."""
 
 from __future__ import annotations
 

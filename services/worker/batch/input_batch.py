@@ -249,7 +249,7 @@ class InputBatch:
         return StepInput.dummy(num_tokens, num_blocks, is_prefill=is_prefill, table_width=table_width, changes=changes)
 
     def _drafted_decodes(self, slots: Int32Column, drafts: Drafts) -> Decodes:
-        """Of these sequences those that go on, with the drafts that they have room for."""
+        """The sequences that go on, with the drafts that they have room for."""
         assert self._drafter is not None, "has drafted"
         num_slots, numbers, room = len(slots), None, self._draft_room(slots)
         if (drafts.counts > room).any():

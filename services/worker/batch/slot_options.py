@@ -29,7 +29,7 @@ class SlotOptions:
         self._make_matcher = make_matcher
         self._eos_token_ids = tuple(eos_token_ids)
         self.states: dict[int, SamplingState] = {}
-        """Of the slots whose sequences have options."""
+        """The states by slot, for sequences that have options."""
 
     def enter(self, enter: EnteringSequence) -> bool:
         """Keep a sequence's options, if it has some; says whether they change logits.

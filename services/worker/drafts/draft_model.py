@@ -37,7 +37,7 @@ class DraftModelProposer(DraftProposer):
 
         drafted           d0 d1 d2        d2 was not computed
         all accepted      d0 d1 d2 x      d2 and x are computed now
-        d0 accepted       d0 x            x is; the token before it is in the cache, and stands for it here
+        d0 accepted       d0 x            x is; what is computed before it is not stored
 
     Invariant: the first `_num_computed` tokens of each slot need no more computing. Their KV is in the cache, except
     perhaps the end of a cached prefix, if the sequence that computed it was not drafted for since. Entries never

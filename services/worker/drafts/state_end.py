@@ -78,7 +78,7 @@ class StateEnd:
         return not_finite
 
     def _save_arrays(self, step_input: StepInput) -> HostArrays:
-        """Of each save: where its sequence begins in a block, and how many tokens it takes in.
+        """The arrays of saves: where each one's sequence begins in a block, and how many tokens it takes in.
 
         Those of decodes, `saved_decodes` among the saves and `decodes` among the step's, are known with their counts.
         """

@@ -289,11 +289,8 @@ async def test_a_death_in_between_changes_no_bit(request: pytest.FixtureRequest,
     with run_split_cell(model.directory, REFERENCE, "--worker.task=embed") as split:
         await split.wait_until_serving("tokenizer")
         call = asyncio.create_task(embed(split, exact))
-        async with make_channel(split.cell_address, internal=True) as channel:
-            state: Any = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-            # Some have ended, and their vectors are known.
-            while (await state.GetState(scheduler_pb2.GetStateRequest())).num_finished < 3:
-                pass
+        # Their vectors are known.
+        await split.wait_until_finished(3)
         split.kill(role)
         split.start(role)
         response = await call

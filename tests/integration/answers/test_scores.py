@@ -17,9 +17,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2
+from lockstep.v1 import tokenizer_pb2
 from shared.model_files.model_dir import TOKENIZER
-from shared.network.rpc import make_channel
 from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.integration.command.test_cli import run_client
 from tests.support.cells.cell import REFERENCE, Cell, start_cell
@@ -244,11 +243,8 @@ async def test_a_death_in_between_changes_no_bit(cell: Cell, reranker: Reranker,
     with run_split_cell(reranker.directory, REFERENCE) as split:
         await split.wait_until_serving("tokenizer")
         call = asyncio.create_task(score(split, exact))
-        async with make_channel(split.cell_address, internal=True) as channel:
-            state: Any = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-            # Some have ended, and their scores are known.
-            while (await state.GetState(scheduler_pb2.GetStateRequest())).num_finished < 3:
-                pass
+        # Their scores are known.
+        await split.wait_until_finished(3)
         split.kill(role)
         split.start(role)
         response = await call

@@ -8,7 +8,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from lockstep.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.cli.cell_plan import plan_services
 from services.cli.processes.service_command import ROLES, ServiceCommand
 from services.cli.serve_settings import ServeSettings, split_service_flags
@@ -66,6 +68,13 @@ class SplitCell:
     async def wait_until_ended(self, role: str) -> int:
         """Wait until a service has ended by itself; returns its exit status. Fails after five minutes."""
         return await asyncio.to_thread(self._processes[role].wait, PATIENCE_S)
+
+    async def wait_until_finished(self, num_requests: int) -> None:
+        """Wait until the scheduler has finished so many requests; fails after five minutes."""
+        async with asyncio.timeout(PATIENCE_S), make_channel(self.cell_address, internal=True) as channel:
+            stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+            while (await stub.GetState(scheduler_pb2.GetStateRequest())).num_finished < num_requests:
+                pass
 
     def kill(self, role: str) -> None:
         """Kill a service with SIGKILL."""

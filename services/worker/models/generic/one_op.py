@@ -127,7 +127,7 @@ def find_norm(module: nn.Module, dtype: torch.dtype) -> NormForm | None:
     forms = list(_norm_forms(module))
     errors = [_error(found[0], composed.rms_norm(x, form.weight(weight), form.eps)) for form in forms]
     best = min(range(len(forms)), key=errors.__getitem__, default=None)
-    return forms[best] if best is not None and errors[best] <= _tolerance(dtype) else None
+    return forms[best] if best is not None and errors[best] <= tolerance_of(dtype) else None
 
 
 @torch.no_grad()
@@ -183,7 +183,7 @@ def _is_network(module: nn.Module, form: NetworkForm, dtype: torch.dtype) -> boo
         all(torch.equal(each, x) for each in asked.values())
         and activated.shape == expected.shape
         and torch.equal(result, last[None])
-        and _error(activated, expected) <= _tolerance(dtype)
+        and _error(activated, expected) <= tolerance_of(dtype)
     )
 
 
@@ -220,6 +220,6 @@ def _error(found: Tensor, expected: Tensor) -> float:
     return float(((found.float() - expected).abs() / expected.abs().clamp(min=_SMALL)).max())
 
 
-def _tolerance(dtype: torch.dtype) -> float:
+def tolerance_of(dtype: torch.dtype) -> float:
     """What roundings may do: modelling code rounds factors that the op has in float32."""
     return 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps

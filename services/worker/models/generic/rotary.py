@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.worker.models.generic.one_op import CODE_ERRORS
+from services.worker.models.generic.one_op import CODE_ERRORS, tolerance_of
 from services.worker.ops import Ops, RopeRows
 
 Rotate = Callable[..., tuple[Tensor, Tensor]]
@@ -151,5 +151,4 @@ def _make_rows(ops: Ops, cos: Tensor, sin: Tensor, is_interleaved: bool) -> Rope
 def _are_alike(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    tolerance = 1e-5 if one.dtype == torch.float32 else 2 * torch.finfo(one.dtype).eps
-    return bool((one.float() - other.float()).abs().max() <= tolerance * other.abs().max())
+    return bool((one.float() - other.float()).abs().max() <= tolerance_of(one.dtype) * other.abs().max())
