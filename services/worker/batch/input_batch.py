@@ -17,11 +17,13 @@ from services.worker.batch.enter_checks import BatchLimits, check_enter, check_t
 from services.worker.batch.slot_changes import SlotChanges
 from services.worker.batch.slot_options import SlotOptions
 from services.worker.batch.state_changes import state_changes
-from services.worker.batch.step_input import StepInput, StepTokens
+from services.worker.batch.step_input import MADE_BY_DEVICE, StepInput
 from services.worker.sampling.sampling_rows import SamplingRows
 from services.worker.sampling.sampling_state import GrammarMatcher
 from shared.step.columns import Int32Column
 from shared.step.step import EnteringSequence, PrefillChunk, Step, StepKind
+
+_Numbers = npt.NDArray[np.int64]
 
 _NO_SLOTS: Int32Column = np.empty(0, dtype=np.int32)
 
@@ -44,12 +46,17 @@ class InputBatch:
         make_matcher: Callable[[str], GrammarMatcher] | None = None,
         eos_token_ids: Sequence[int] = (),
         drafter: DraftSource | None = None,
+        makes_decodes: bool = True,
     ) -> None:
-        """Grammars need `make_matcher` and the model's `eos_token_ids`, drafts `drafter`."""
+        """Grammars need `make_matcher` and the model's `eos_token_ids`, drafts `drafter`.
+
+        If not `makes_decodes`, the tokens of plain decodes are left to the device.
+        """
         num_slots = limits.max_num_seqs
         self.limits = limits
         self._options = SlotOptions(limits, make_matcher=make_matcher, eos_token_ids=eos_token_ids)
         self._drafter = drafter
+        self._makes_decodes = makes_decodes
         # Slots in the order in which their sequences entered.
         self._order = _NO_SLOTS
         self._is_used = np.zeros(num_slots, dtype=np.bool_)
@@ -118,24 +125,6 @@ class InputBatch:
         computed = np.concatenate([slots, step_input.slots])
         step_input.changes.update(state_changes(step, self.limits, computed))
         return step_input
-
-    def tokens(self, step_input: StepInput) -> StepTokens:
-        """The tokens of the step that was just applied."""
-        if not len(step_input.slots) and step_input.num_tokens:
-            return StepTokens.dummy(step_input.num_tokens, step_input.num_blocks)
-        slots, query_lens = step_input.slots, step_input.query_lens
-        starts = step_input.cu_seqlens_q[:-1]
-        # A sequence's tokens in this step are the last ones of its context, so both end at the same position.
-        positions = np.arange(step_input.num_tokens, dtype=np.int64)
-        positions += np.repeat(step_input.context_lens - query_lens - starts, query_lens)
-        block_size = self.limits.block_size
-        block_ids = self._tables.ids_at(np.repeat(slots, query_lens), positions // block_size)
-        return StepTokens(
-            token_ids=self._token_ids(step_input),
-            positions=positions,
-            slot_mapping=block_ids * np.int64(block_size) + positions % block_size,
-            block_tables=self._tables.rows(slots, step_input.num_blocks),
-        )
 
     def sampling(self, step_input: StepInput) -> SamplingRows:
         """How the rows of the step that was just applied are drawn, options included."""
@@ -295,6 +284,14 @@ class InputBatch:
         num_tokens, num_decodes = int(cu_seqlens_q[-1]), len(decodes.slots)
         num_done = decodes.num_slots - num_decodes
         starts, has_options = cu_seqlens_q[num_decodes:], bool(self._options.states)
+        num_blocks = int(num_blocks_needed.max(initial=0))
+        is_plain_decode = 0 < num_tokens == num_decodes == len(slots)
+        tokens = MADE_BY_DEVICE
+        if self._makes_decodes or not is_plain_decode:
+            tokens = self._places(slots, context_lens, query_lens) | {
+                "token_ids": self._token_ids(decodes.slots, drafts, chunks),
+                "block_tables": self._tables.rows(slots, num_blocks),
+            }
         return StepInput(
             num_decodes=num_decodes,
             slots=slots,
@@ -308,34 +305,45 @@ class InputBatch:
             cu_seqlens_q=cu_seqlens_q,
             num_tokens=num_tokens,
             is_prefill=bool(chunks),
-            is_plain_decode=0 < num_tokens == num_decodes == len(slots),
-            num_blocks=int(num_blocks_needed.max(initial=0)),
+            is_plain_decode=is_plain_decode,
+            num_blocks=num_blocks,
             has_options=has_options and self._need_logits(row_slots),
             table_width=self._tables.width,
             changes=self._changes.take(self._tables.width),
-            chunks=tuple(chunks),
             draft_token_ids=NO_DRAFTS if drafts is None else drafts.token_ids,
             device_drafts=None if drafts is None else drafts.device,
             chosen_drafts=None if drafts is None else drafts.chosen,
             draft_counts=None if drafts is None else drafts.counts_of_rows(len(row_slots)),
             scored_chunks=tuple(self._options.scored_chunks(chunks, starts, self._num_tokens)) if has_options else (),
             pooled_chunks=tuple(self._options.pooled_chunks(chunks, starts, self._num_tokens)) if has_options else (),
+            **tokens,
         )
 
     def _need_logits(self, slots: Int32Column) -> bool:
         return any(state.needs_logits for state in self._options.by_row(slots).values())
 
-    def _token_ids(self, step_input: StepInput) -> npt.NDArray[np.int64]:
-        decode_slots = step_input.slots[: step_input.num_decodes]
+    def _places(self, slots: Int32Column, context_lens: Int32Column, query_lens: Int32Column) -> dict[str, _Numbers]:
+        """The positions of a step's tokens, and their places in the cache."""
+        # A sequence's tokens in this step are the last ones of its context, so both end at the same position.
+        positions = np.arange(query_lens.sum(), dtype=np.int64)
+        positions += np.repeat(context_lens - np.cumsum(query_lens), query_lens)
+        block_size = self.limits.block_size
+        block_ids = self._tables.ids_at(np.repeat(slots, query_lens), positions // block_size)
+        return {"positions": positions, "slot_mapping": block_ids * np.int64(block_size) + positions % block_size}
+
+    def _token_ids(self, decode_slots: Int32Column, drafts: Drafts | None, chunks: Sequence[PrefillChunk]) -> _Numbers:
         if self._drafter is None:
             token_ids = np.zeros(len(decode_slots), np.int32)
         else:
             token_ids = self._drafter.last_tokens(decode_slots)
-            if step_input.draft_counts is not None:
-                counts = step_input.draft_counts[: len(decode_slots)]
-                places = np.repeat(np.arange(1, len(decode_slots) + 1), counts)
-                token_ids = np.insert(token_ids, places, step_input.draft_token_ids)
-        return np.concatenate([token_ids, *(chunk.token_ids for chunk in step_input.chunks)]).astype(np.int64)
+            if drafts is not None:
+                ends = np.cumsum(drafts.counts + 1)
+                with_drafts = np.empty(ends[-1], np.int32)
+                is_draft = np.ones(len(with_drafts), np.bool_)
+                is_draft[ends - drafts.counts - 1] = False
+                with_drafts[is_draft], with_drafts[~is_draft] = drafts.token_ids, token_ids
+                token_ids = with_drafts
+        return np.concatenate([token_ids, *(chunk.token_ids for chunk in chunks)]).astype(np.int64)
 
     def _check_lengths(self, slots: Int32Column, context_lens: Int32Column) -> Int32Column:
         """Blocks each context needs; refuse the step if a sequence lacks them."""

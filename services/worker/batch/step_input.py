@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -11,9 +11,17 @@ from services.worker.batch.decodes import DeviceDrafts
 from services.worker.forward.staging import HostArrays
 from shared.request.sampling_params import Pooling
 from shared.step.columns import Int32Column
-from shared.step.step import PrefillChunk
 
 _NO_SLOTS: Int32Column = np.empty(0, np.int32)
+_NO_TOKENS: npt.NDArray[np.int64] = np.empty(0, np.int64)
+
+MADE_BY_DEVICE: HostArrays = {
+    "token_ids": _NO_TOKENS,
+    "positions": _NO_TOKENS,
+    "slot_mapping": _NO_TOKENS,
+    "block_tables": np.empty((0, 0), np.int32),
+}
+"""The fields of `StepInput` that are empty if the device makes the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,28 +57,10 @@ class PooledChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class StepTokens:
-    """A step's tokens and their places in the cache, in host arrays that belong to it alone."""
-
-    token_ids: npt.NDArray[np.int64]
-    """[num_tokens], possibly none; 0 for what only the device has: drafts that it computes, and a decode's last token
-    unless drafts are made."""
-    positions: npt.NDArray[np.int64]  # [num_tokens], each token's position in its sequence
-    slot_mapping: npt.NDArray[np.int64]  # [num_tokens], block_id * block_size + offset; -1: its KV is not stored
-    block_tables: Int32Column  # [num_seqs, most blocks of one sequence], 0 after a sequence's last block
-
-    @classmethod
-    def dummy(cls, num_tokens: int, num_blocks: int) -> StepTokens:
-        """Tokens 0 of one text, without KV."""
-        positions = np.arange(num_tokens, dtype=np.int64)
-        # Attention reads whatever block 0 holds, and its result is discarded.
-        tables = np.zeros((1, num_blocks), np.int32)
-        return cls(np.zeros(num_tokens, np.int64), positions, np.full(num_tokens, -1, np.int64), tables)
-
-
-@dataclass(frozen=True, slots=True)
 class StepInput:
     """What one step computes, in host arrays that belong to it alone.
+
+    Tokens and their places in the cache are empty where the device makes them: in plain decodes without a drafter.
 
     Sequence i computes the tokens [cu_seqlens_q[i], cu_seqlens_q[i + 1]): a decode its last token and then its drafts,
     a prefill a chunk of its prompt. A row is a complete sequence, so tokens are sampled for it:
@@ -112,9 +102,17 @@ class StepInput:
     """Columns that the device's block tables need; never fewer than before."""
     changes: HostArrays
     """What the step changes by slot; see `DeviceBatch.apply` and `state_changes`."""
-    chunks: tuple[PrefillChunk, ...] = ()
-    draft_token_ids: Int32Column = field(default_factory=lambda: _NO_SLOTS)
+    draft_token_ids: Int32Column
     """[num_drafts], row after row; 0 where the device computes them."""
+    token_ids: npt.NDArray[np.int64]
+    """[num_tokens]; 0 for what only the device has: drafts that it computes, and a decode's last token unless drafts
+    are made."""
+    positions: npt.NDArray[np.int64]
+    """[num_tokens], each token's position in its sequence."""
+    slot_mapping: npt.NDArray[np.int64]
+    """[num_tokens], block_id * block_size + offset; -1: its KV is not stored."""
+    block_tables: Int32Column
+    """[num_seqs, num_blocks], 0 after a sequence's last block."""
     device_drafts: DeviceDrafts | None = None
     """What the device drafts for the step; None if the host knows its drafts."""
     chosen_drafts: npt.NDArray[np.int64] | None = None
@@ -127,7 +125,7 @@ class StepInput:
     def dummy(
         cls, num_tokens: int, num_blocks: int, *, is_prefill: bool, table_width: int, changes: HostArrays
     ) -> StepInput:
-        """Tokens of no sequence, which would have `num_blocks`; see `StepTokens.dummy`."""
+        """Tokens 0 of one text, which would have `num_blocks`, without KV."""
         length = np.full(1, num_tokens, np.int32)
         return cls(
             num_decodes=int(not is_prefill),
@@ -147,6 +145,12 @@ class StepInput:
             has_options=False,
             table_width=table_width,
             changes=changes,
+            draft_token_ids=_NO_SLOTS,
+            token_ids=np.zeros(num_tokens, np.int64),
+            positions=np.arange(num_tokens, dtype=np.int64),
+            slot_mapping=np.full(num_tokens, -1, np.int64),
+            # Attention reads whatever block 0 holds, and its result is discarded.
+            block_tables=np.zeros((1, num_blocks), np.int32),
         )
 
     def row_sequences(self) -> npt.NDArray[np.int64]:

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from services.worker.batch.decodes import NO_DRAFTS, Drafts
 from services.worker.batch.enter_checks import BatchLimits
-from services.worker.batch.step_input import StepInput, StepTokens
+from services.worker.batch.step_input import StepInput
 from services.worker.drafts.device_passes import DevicePasses, Sequences, run_arrays
 from services.worker.drafts.drafter import ComputedTokens, DraftProposer, DraftRows, Observe
 from services.worker.drafts.greedy_drafts import DraftChain
@@ -80,17 +80,17 @@ class DraftModelProposer(DraftProposer):
         self._has_drafts[slots] = False
 
     @override
-    def observe(self, inputs: StepInput, tokens: StepTokens) -> Observe | None:
+    def observe(self, inputs: StepInput) -> Observe | None:
         slots, first_tokens = inputs.slots[inputs.num_decodes :], inputs.cu_seqlens_q[inputs.num_decodes : -1]
-        first = tokens.positions[first_tokens]
+        first = inputs.positions[first_tokens]
         lengths = np.clip(self._model.context_length - first, 0, inputs.query_lens[inputs.num_decodes :])
         self._num_computed[slots] = first + lengths
         fitting = np.flatnonzero(lengths)
         if not len(fitting):
             return None
         runs = TokenRuns(first[fitting], lengths[fitting])
-        token_ids = tokens.token_ids[runs.spread(first_tokens[fitting])]
-        tables = tokens.block_tables[inputs.num_decodes :][fitting]
+        token_ids = inputs.token_ids[runs.spread(first_tokens[fitting])]
+        tables = inputs.block_tables[inputs.num_decodes :][fitting]
 
         def compute_chunks(_: ComputedTokens) -> None:
             assert self._kv_cache is not None, "drafts before the first epoch"

@@ -20,7 +20,7 @@ from typing_extensions import override
 from services.worker.batch.block_tables import BlockTables
 from services.worker.batch.decodes import NO_DRAFTS, DraftRoom, Drafts, DraftSource
 from services.worker.batch.enter_checks import BatchLimits
-from services.worker.batch.step_input import StepInput, StepTokens
+from services.worker.batch.step_input import StepInput
 from services.worker.forward.kv_cache import KvCache, KvCacheSpec
 from shared.request.limits import MAX_DRAFT_TOKENS
 from shared.step.columns import Int32Column
@@ -105,7 +105,7 @@ class DraftProposer:
     def forget(self, slots: Int32Column) -> None:
         """Forget sequences."""
 
-    def observe(self, inputs: StepInput, tokens: StepTokens) -> Observe | None:
+    def observe(self, inputs: StepInput) -> Observe | None:
         """Plan what to note of a step with at least one sequence, before its results are known. Called once per step.
 
         Returns:

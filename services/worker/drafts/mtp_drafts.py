@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from services.worker.batch.decodes import Drafts
 from services.worker.batch.enter_checks import BatchLimits
-from services.worker.batch.step_input import StepInput, StepTokens
+from services.worker.batch.step_input import StepInput
 from services.worker.drafts.device_passes import DevicePasses, Sequences
 from services.worker.drafts.drafter import ComputedTokens, DraftProposer, DraftRows, Observe
 from services.worker.drafts.greedy_drafts import DraftChain
@@ -82,10 +82,10 @@ class MtpProposer(DraftProposer):
         self._forgotten += slots.tolist()
 
     @override
-    def observe(self, inputs: StepInput, tokens: StepTokens) -> Observe | None:
-        first = tokens.positions[inputs.cu_seqlens_q[:-1]]
+    def observe(self, inputs: StepInput) -> Observe | None:
+        first = inputs.positions[inputs.cu_seqlens_q[:-1]]
         is_awaited = (first > 0) & (first == self._awaited[inputs.slots])
-        known = _KnownTokens.make(inputs, tokens, is_awaited)
+        known = _KnownTokens.make(inputs, is_awaited)
         goes_on = np.ones(len(inputs.slots), np.bool_)
         goes_on[inputs.row_sequences()] = False
         self._awaited[inputs.slots] = np.where(goes_on, first + inputs.query_lens, 0)
@@ -200,7 +200,7 @@ class _KnownTokens:
     awaited_slots: _IntArray  # [num_awaited]
 
     @classmethod
-    def make(cls, inputs: StepInput, tokens: StepTokens, is_awaited: npt.NDArray[np.bool_]) -> _KnownTokens:
+    def make(cls, inputs: StepInput, is_awaited: npt.NDArray[np.bool_]) -> _KnownTokens:
         """`is_awaited` marks sequences with a hidden state that waited for this step."""
         num_waiting = is_awaited.astype(np.int64)
         rows, starts = inputs.row_sequences(), inputs.cu_seqlens_q[:-1]
@@ -208,10 +208,10 @@ class _KnownTokens:
         # The step draws a successor of a row's last token too.
         lengths[rows] += 1
         sequences = np.flatnonzero(lengths)
-        first = tokens.positions[starts] - num_waiting
+        first = inputs.positions[starts] - num_waiting
         runs = TokenRuns(first[sequences], lengths[sequences])
         places = runs.spread((starts - num_waiting)[sequences])
-        token_ids = tokens.token_ids[np.minimum(places + 1, len(tokens.token_ids) - 1)]
+        token_ids = inputs.token_ids[np.minimum(places + 1, len(inputs.token_ids) - 1)]
         row_runs = np.searchsorted(sequences, rows)
         num_drawn = np.ones(len(rows), np.int64)
         if inputs.draft_counts is not None:
@@ -220,7 +220,7 @@ class _KnownTokens:
         slots = inputs.slots.astype(np.int64)
         return cls(
             runs=runs,
-            block_tables=tokens.block_tables[sequences],
+            block_tables=inputs.block_tables[sequences],
             sequences=sequences,
             slots=slots[sequences],
             places=places,

@@ -115,13 +115,11 @@ class BatchRunner:
         return pending
 
     def _make_job(self, step_input: StepInput, dp: DpMetadata) -> StepJob:
-        are_made_there = step_input.is_plain_decode and self._proposer is None
         return StepJob(
             step_input=step_input,
             staging=self._stream.claim_staging(),
             dp=dp,
             graph=self._graph(step_input, dp),
-            tokens=None if are_made_there else self._batch.tokens(step_input),
             options=RowOptions.of(self._batch.sampling(step_input)) if step_input.has_options else None,
             results=JobResults(),
         )
@@ -140,8 +138,7 @@ class BatchRunner:
 
     def _note(self, proposer: DraftProposer, job: StepJob) -> None:
         """Let the proposer note a step that was enqueued, if it has anything to note."""
-        assert job.tokens is not None, "made for every step with drafts"
-        note = proposer.observe(job.step_input, job.tokens) if len(job.step_input.slots) else None
+        note = proposer.observe(job.step_input) if len(job.step_input.slots) else None
         if note is not None:
             self._noting.append(self._stream.enqueue(partial(self._work.observe, job, note)))
 

@@ -135,7 +135,11 @@ class Epochs:
                 self._graph_settings = None
         drafter = None if self._drafting is None else self._drafting.begin(limits, cache)
         batch = InputBatch(
-            limits, make_matcher=self._matchers.make, eos_token_ids=self._facts.eos_token_ids, drafter=drafter
+            limits,
+            make_matcher=self._matchers.make,
+            eos_token_ids=self._facts.eos_token_ids,
+            drafter=drafter,
+            makes_decodes=drafter is not None,
         )
         proposer = None if self._drafting is None else self._drafting.proposer
         return BatchRunner(rank, batch, cache, graphs=self.graphs, proposer=proposer, states=states)

@@ -19,7 +19,7 @@ from services.scheduler.core.batch.step import StepPace
 from services.scheduler.core.results.outputs import OutputsByClient
 from services.scheduler.core.scheduler import RecoveredSequences, Scheduler
 from services.scheduler.core.step_deadline import StepDeadline
-from services.worker.batch.step_input import StepTokens
+from services.worker.batch.step_input import StepInput
 from shared.bisection import Bisection
 from shared.step.step import StepKind
 from tests.simulation.faults import Fault
@@ -76,12 +76,12 @@ def _work_of(action: SendStep) -> tuple[int, ...]:
 @_planted(seed=2)
 def _dummies_write_kv(patch: Patch) -> None:
     """A dummy writes its KV into a slot that belongs to a sequence."""
-    dummy = StepTokens.dummy
+    dummy = StepInput.dummy
 
-    def write(num_tokens: int, num_blocks: int) -> StepTokens:
-        return replace(dummy(num_tokens, num_blocks), slot_mapping=np.zeros(num_tokens, np.int64))
+    def write(num_tokens: int, num_blocks: int, **others: Any) -> StepInput:
+        return replace(dummy(num_tokens, num_blocks, **others), slot_mapping=np.zeros(num_tokens, np.int64))
 
-    patch.setattr(StepTokens, "dummy", write)
+    patch.setattr(StepInput, "dummy", write)
 
 
 @_planted()

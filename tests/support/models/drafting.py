@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from services.worker.batch.decodes import DeviceDrafts, Drafts
 from services.worker.batch.enter_checks import BatchLimits
-from services.worker.batch.step_input import StepInput, StepTokens
+from services.worker.batch.step_input import StepInput
 from services.worker.drafts.drafter import DraftProposer, DraftRows, Observe
 from services.worker.drafts.ngram_drafts import LookupProposer
 from services.worker.forward.forward_context import ForwardContext, forward_context
@@ -167,8 +167,8 @@ class CheckedProposer(DraftProposer):
         self._proposer.forget(slots)
 
     @override
-    def observe(self, inputs: StepInput, tokens: StepTokens) -> Observe | None:
-        return self._proposer.observe(inputs, tokens)
+    def observe(self, inputs: StepInput) -> Observe | None:
+        return self._proposer.observe(inputs)
 
     @override
     def learn(self, slots: Int32Column, num_known: Int32Column) -> None:

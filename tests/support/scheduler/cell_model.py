@@ -25,7 +25,7 @@ from services.scheduler.core.batch.step import Step
 from services.worker.batch.decodes import DraftRoom, Drafts
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.batch.input_batch import InputBatch
-from services.worker.batch.step_input import StepInput, StepTokens
+from services.worker.batch.step_input import StepInput
 from services.worker.drafts.drafter import Drafter
 from services.worker.drafts.ngram_drafts import LookupProposer
 from services.worker.sampling.sampling_rows import SamplingRows
@@ -374,10 +374,11 @@ class WorkerModel:
         self._restore_states(step)
         if step.is_dummy:
             # A dummy belongs to no sequence; if it writes a cell, any sequence that reads the cell goes wrong.
-            slot_mapping = self._batch.tokens(inputs).slot_mapping
+            slot_mapping = inputs.slot_mapping
             self._cells.reshape(-1)[slot_mapping[slot_mapping >= 0]] = chain(0, 0)
-        new, rows = self._tokens(inputs), self._batch.sampling(inputs)
-        runs, not_finite_rows, failed_grammar_rows = self._forward(inputs, new, rows)
+        self._name_last_tokens(inputs)
+        rows = self._batch.sampling(inputs)
+        runs, not_finite_rows, failed_grammar_rows = self._forward(inputs, rows)
         not_finite_saves = self._save_states(step, inputs)
         tokens = np.array([token_id for run in runs for token_id in run], np.int32)
         self._last_token[inputs.row_slots] = [run[-1] for run in runs]
@@ -399,7 +400,7 @@ class WorkerModel:
                 counts=None if (counts == 1).all() else counts,
                 num_draft_tokens=len(inputs.draft_token_ids),
                 logprobs=_row_logprobs(rows, runs, not_finite_rows),
-                prompt_logprobs=_prompt_logprobs(inputs, new.token_ids),
+                prompt_logprobs=_prompt_logprobs(inputs, inputs.token_ids),
                 failed_grammar_rows=np.array([numbers[row] for row in failed_grammar_rows], np.int32),
                 not_finite_saves=np.array(not_finite_saves, np.int32),
             )
@@ -436,17 +437,13 @@ class WorkerModel:
                 not_finite += [index] if state >= _SPOILT else []
         return not_finite
 
-    def _tokens(self, inputs: StepInput) -> StepTokens:
-        """The step's tokens, those included that only a worker's device knows."""
-        tokens = self._batch.tokens(inputs)
+    def _name_last_tokens(self, inputs: StepInput) -> None:
+        """Put in the tokens that only a worker's device knows."""
         slots = inputs.slots[: inputs.num_decodes]
         # A dummy has no slot.
-        tokens.token_ids[inputs.cu_seqlens_q[: len(slots)]] = self._last_token[slots]
-        return tokens
+        inputs.token_ids[inputs.cu_seqlens_q[: len(slots)]] = self._last_token[slots]
 
-    def _forward(
-        self, inputs: StepInput, tokens: StepTokens, sampling: SamplingRows
-    ) -> tuple[list[list[int]], list[int], list[int]]:
+    def _forward(self, inputs: StepInput, sampling: SamplingRows) -> tuple[list[list[int]], list[int], list[int]]:
         """Compute the sequences one after the other.
 
         Returns:
@@ -456,10 +453,10 @@ class WorkerModel:
         lengths = inputs.context_lens.tolist()
         seeds = list(map(noise_of, sampling.seed.tolist(), sampling.choice.tolist()))
         rows = range(len(seeds)) if inputs.row_indexes is None else inputs.row_indexes.tolist()
-        new_tokens = tokens.token_ids.tolist()
+        new_tokens = inputs.token_ids.tolist()
         states = [
             self._compute(
-                slot, tokens.block_tables[index], lengths[index], new_tokens[starts[index] : starts[index + 1]]
+                slot, inputs.block_tables[index], lengths[index], new_tokens[starts[index] : starts[index + 1]]
             )
             for index, slot in enumerate(inputs.slots.tolist())
         ]

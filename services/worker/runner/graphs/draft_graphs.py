@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from services.worker.batch.enter_checks import BatchLimits
-from services.worker.batch.step_input import StepInput, StepTokens
+from services.worker.batch.step_input import StepInput
 from services.worker.drafts.drafted_states import DraftedRows
 from services.worker.forward.forward_context import ForwardContext
 from services.worker.forward.staging import HostArrays
@@ -68,18 +68,18 @@ class DraftGraphs(PaddedGraphs):
         # Coupled ranks draft nothing.
         super().__init__(functions, settings, RankLayout(), sizes=sizes, inputs=inputs, longest=longest)
 
-    def pad(self, step_input: StepInput, tokens: StepTokens, size: int) -> HostArrays:
+    def pad(self, step_input: StepInput, size: int) -> HostArrays:
         """The inputs of a decode for the graph of this size, and where the step's own tokens are in them."""
         lengths = step_input.query_lens.astype(np.int64)
         num_seqs, num_tokens = len(lengths), self._num_tokens
         starts = np.arange(num_seqs, dtype=np.int32) * np.int32(num_tokens)
         places = np.arange(step_input.num_tokens) + np.repeat(starts - step_input.cu_seqlens_q[:-1], lengths)
         token_ids = np.zeros(size * num_tokens, np.int64)
-        token_ids[places] = tokens.token_ids
+        token_ids[places] = step_input.token_ids
         slot_mapping = np.full(size * num_tokens, -1, np.int64)
-        slot_mapping[places] = tokens.slot_mapping
+        slot_mapping[places] = step_input.slot_mapping
         positions = np.zeros((size, num_tokens), np.int64)
-        positions[:num_seqs] = tokens.positions[step_input.cu_seqlens_q[:-1], None] + np.arange(num_tokens)
+        positions[:num_seqs] = step_input.positions[step_input.cu_seqlens_q[:-1], None] + np.arange(num_tokens)
         context_lens = np.full(size, num_tokens, np.int32)
         context_lens[:num_seqs] = step_input.context_lens + (num_tokens - step_input.query_lens)
         arrays = {
@@ -88,7 +88,7 @@ class DraftGraphs(PaddedGraphs):
             "padded_positions": positions.clip(max=self._context_length - 1).ravel(),
             "padded_slot_mapping": slot_mapping,
             "padded_context_lens": context_lens,
-            "padded_block_tables": tokens.block_tables,
+            "padded_block_tables": step_input.block_tables,
             "padded_places": places,
         }
         if self._state_slots is not None:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from services.worker.batch.step_input import StepInput, StepTokens
+from services.worker.batch.step_input import StepInput
 from services.worker.forward.forward_context import DpMetadata
 from services.worker.forward.staging import Staging
 from services.worker.runner.pooling import PromptVectors
@@ -98,8 +98,6 @@ class StepJob:
     dp: DpMetadata
     graph: int | None
     """The batch size of the graph that computes it, of tokens with drafts if it has any; None if none does."""
-    tokens: StepTokens | None
-    """None if the device makes them."""
     options: RowOptions | None
     """The options of the rows; None if none has any."""
     results: JobResults

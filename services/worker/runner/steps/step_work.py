@@ -73,7 +73,7 @@ class StepWork:
 
     def arrays(self, job: StepJob) -> HostArrays:
         """What the device needs for a step and does not have. Called once per step, in order."""
-        step_input, tokens = job.step_input, job.tokens
+        step_input = job.step_input
         arrays = dict(step_input.changes)
         if self._state_end is not None:
             padded = None if step_input.draft_counts is None else self._draft_graph(job)
@@ -83,7 +83,6 @@ class StepWork:
                 self._decode_slots = step_input.slots
                 arrays["decode_slots"] = step_input.slots.astype(np.int64)
             return arrays
-        assert tokens is not None, "only a plain decode's tokens are made on the device"
         arrays |= {"row_slots": step_input.row_slots.astype(np.int64), "row_positions": step_input.row_positions}
         logit_tokens = step_input.logit_tokens()
         if logit_tokens is not None:
@@ -99,12 +98,12 @@ class StepWork:
                 # Decodes are a step's first sequences, so their tokens are its first ones too.
                 arrays["drafted_places"] = job.runs.drafted()
             if (padded := self._draft_graph(job)) is not None:
-                return arrays | padded.graphs.pad(step_input, tokens, padded.size)
+                return arrays | padded.graphs.pad(step_input, padded.size)
         arrays |= {
-            "token_ids": tokens.token_ids,
-            "positions": tokens.positions,
-            "slot_mapping": tokens.slot_mapping,
-            "block_tables": tokens.block_tables,
+            "token_ids": step_input.token_ids,
+            "positions": step_input.positions,
+            "slot_mapping": step_input.slot_mapping,
+            "block_tables": step_input.block_tables,
             "context_lens": step_input.context_lens,
             "cu_seqlens_q": step_input.cu_seqlens_q,
         }
@@ -253,9 +252,8 @@ class StepWork:
 
     def _score(self, job: StepJob, hidden: Tensor) -> None:
         """Score the step's prompt tokens whose log-probabilities are wanted."""
-        assert job.tokens is not None, "chunks have tokens"
-        chunks = job.step_input.scored_chunks
-        job.results.prompts = self._prompt_scorer.score(chunks, job.tokens.token_ids, hidden)
+        step_input = job.step_input
+        job.results.prompts = self._prompt_scorer.score(step_input.scored_chunks, step_input.token_ids, hidden)
 
     def _draw(self, job: StepJob, hidden: Tensor, rows: DrawnRows) -> None:
         """Draw the rows' tokens; those that the host edits are drawn again, without drafts in `redraw`."""

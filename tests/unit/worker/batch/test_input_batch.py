@@ -65,11 +65,10 @@ def expect_rows(
     tables = [(sequences[slot].blocks + [0] * width)[:width] for slot in query_lens]
     rows = [slot for slot in query_lens if not sequences[slot].later]
     assert step_input.row_slots.tolist() == rows
-    tokens = batch.tokens(step_input)
-    assert tokens.token_ids.tolist() == token_ids
-    assert tokens.positions.tolist() == positions
-    assert tokens.slot_mapping.tolist() == slot_mapping
-    assert tokens.block_tables.tolist() == tables
+    assert step_input.token_ids.tolist() == token_ids
+    assert step_input.positions.tolist() == positions
+    assert step_input.slot_mapping.tolist() == slot_mapping
+    assert step_input.block_tables.tolist() == tables
     assert step_input.context_lens.tolist() == lengths
     assert step_input.query_lens.tolist() == list(query_lens.values())
     assert step_input.cu_seqlens_q.tolist() == [0, *np.cumsum(list(query_lens.values()))]
@@ -361,13 +360,13 @@ def test_a_decode_with_a_full_table_is_refused_until_it_gets_a_block() -> None:
     with pytest.raises(StepMismatchError):
         batch.apply(decode_step())
     step_input = batch.apply(decode_step(append=[(0, 17)]))
-    assert batch.tokens(step_input).slot_mapping.tolist() == [17 * 4]
+    assert step_input.slot_mapping.tolist() == [17 * 4]
 
 
 def test_a_sequence_that_fills_the_context_is_computed_but_not_continued() -> None:
     batch = InputBatch(LIMITS)
     step_input = batch.apply(prefill_step(make_enter(0, [1] * 32, range(8))))
-    assert batch.tokens(step_input).positions.tolist() == list(range(32))
+    assert step_input.positions.tolist() == list(range(32))
     batch.record_drawn(step_input.row_slots)
     with pytest.raises(StepMismatchError):
         batch.apply(decode_step())
@@ -385,11 +384,10 @@ def test_more_rows_than_the_token_budget_are_refused() -> None:
 def test_a_slot_can_be_entered_again_in_the_step_in_which_it_is_left() -> None:
     batch = make_batch()
     step_input = batch.apply(prefill_step(make_enter(3, [8], [20]), leave=[3]))
-    tokens = batch.tokens(step_input)
-    assert (tokens.token_ids.tolist(), tokens.block_tables.tolist()) == ([8], [[20]])
+    assert (step_input.token_ids.tolist(), step_input.block_tables.tolist()) == ([8], [[20]])
     batch.record_drawn(step_input.row_slots)
     decoded = batch.apply(decode_step())
-    assert (decoded.row_slots.tolist(), batch.tokens(decoded).positions.tolist()) == ([1, 3], [2, 1])
+    assert (decoded.row_slots.tolist(), decoded.positions.tolist()) == ([1, 3], [2, 1])
 
 
 def test_decode_slots_apply_to_one_step_only() -> None:
@@ -401,8 +399,7 @@ def test_decode_slots_apply_to_one_step_only() -> None:
 def test_arrays_of_a_step_do_not_change_with_the_next_one() -> None:
     batch = make_batch()
     first = batch.apply(decode_step())
-    tokens = batch.tokens(first)
-    arrays = (tokens.token_ids, tokens.block_tables, first.context_lens, first.row_slots, first.row_positions)
+    arrays = (first.token_ids, first.block_tables, first.context_lens, first.row_slots, first.row_positions)
     copies = [array.copy() for array in arrays]
     batch.record_drawn(first.row_slots)
     batch.apply(prefill_step(make_enter(3, [8], [20]), leave=[3]))
@@ -432,7 +429,7 @@ def test_cached_tokens_are_required_only_where_they_are_needed() -> None:
     counted = with_options(CACHED, min_tokens=2)
     for enter in (CACHED, sent, penalized, counted):
         batch = InputBatch(LIMITS)
-        assert batch.tokens(batch.apply(prefill_step(enter))).positions.tolist() == [4]
+        assert batch.apply(prefill_step(enter)).positions.tolist() == [4]
 
 
 def test_options_apply_only_to_the_rows_of_their_sequences() -> None:

@@ -122,11 +122,11 @@ def proposer(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest
 
 def finish(batch: InputBatch, proposer: DraftProposer, step_input: StepInput) -> None:
     """End a step whose drafts were all right."""
-    tokens, draft_counts = batch.tokens(step_input), step_input.draft_counts
+    draft_counts = step_input.draft_counts
     counts = None if draft_counts is None else (draft_counts + 1).astype(np.int32)
     num_drawn = len(step_input.row_slots) if counts is None else int(counts.sum())
     token_ids = np.ones(num_drawn, np.int32)
-    note = proposer.observe(step_input, tokens)
+    note = proposer.observe(step_input)
     if note is not None:
         hidden = torch.empty(step_input.num_tokens, TINY_CONFIG["hidden_size"], dtype=torch.bfloat16, device=META)
         drawn = torch.empty(num_drawn, dtype=torch.int64, device=META)
