@@ -98,6 +98,8 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
         self._runner: ModelRunner | None = None
         self._is_loaded = asyncio.Event()
         self._followers: dict[RankLayout, Follower] = {}
+        # Those that compute the leader's own steps, in rank order.
+        self._members: list[Follower] = []
         self._is_complete = asyncio.Event()
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -166,9 +168,9 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
 
     def relay_step(self, request: worker_pb2.StepRequest) -> None:
         """Send members the leader's next step."""
-        if members := self._members:
+        if self._members:
             message = worker_pb2.JoinResponse(step=request.SerializeToString())
-            for member in members:
+            for member in self._members:
                 member.link.send(message)
 
     async def agree(self, output: StepResult) -> None:
@@ -177,6 +179,8 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
         Raises:
             InternalError: the tokens differ, and the process is ending.
         """
+        if not self._members:
+            return
         own = checksum(output)
         for member in self._members:
             theirs = await member.checksum(output.epoch, output.step_id)
@@ -195,11 +199,6 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
         """The group's common numerics fingerprint, or a hash of all in rank order."""
         parts = [own, *(member.numerics_fingerprint for member in self._members)]
         return own if len(set(parts)) == 1 else hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
-
-    @property
-    def _members(self) -> list[Follower]:
-        members = [follower for follower in self._followers.values() if follower.layout.tp_rank]
-        return sorted(members, key=lambda member: member.layout.tp_rank)
 
     def _check_belongs(self, layout: RankLayout, release: str) -> None:
         """Check that a process has a place in this domain.
@@ -231,6 +230,8 @@ class GroupServicer(worker_pb2_grpc.GroupServiceServicer):
                 "the process has loaded another model", model_digest=self._runner.facts.model_digest
             )
         self._followers[follower.layout] = follower
+        if follower.layout.tp_rank:
+            self._members = sorted([*self._members, follower], key=lambda member: member.layout.tp_rank)
         if self._followers.keys() == self._layout.followers():
             self._is_complete.set()
         return follower

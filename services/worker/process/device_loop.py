@@ -43,7 +43,7 @@ class DeviceLoop:
     """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[_Call[Any] | _Launch[Any] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Call[Any] | Launch[Any] | None] = queue.SimpleQueue()
         self._is_stopping = False
         self._is_closed = False
         self._closing = threading.Lock()
@@ -60,20 +60,21 @@ class DeviceLoop:
         Raises:
             DrainingError: the loop has ended.
         """
-        return self._put(_Call(partial(function, *args, **kwargs)))
+        return self.put(Call(partial(function, *args, **kwargs)))
 
-    def submit_launch(self, function: Callable[P, Pending[T]], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Queue `function`, which launches something; futures complete with its results in the order of the launches.
-
-        From any thread. Cancelling and errors as in `submit`.
-        """
-        return self._put(_Launch(partial(function, *args, **kwargs), self._finisher))
+    def put(self, job: Call[T] | Launch[T]) -> Future[T]:
+        """Queue a job; the futures of launches complete in their order. From any thread. Raises as `submit`."""
+        with self._closing:
+            if self._is_closed:
+                raise DrainingError("the worker is shutting down")
+            self._jobs.put(job)
+        return job.future
 
     def run(self) -> None:
         """Run jobs until `stop`; those still queued then fail with DrainingError, and what was launched is finished."""
         while not self._is_stopping:
-            if (job := self._jobs.get()) is not None:
-                job.run()
+            if (job := self._jobs.get()) is not None and job.future.set_running_or_notify_cancel():
+                job.run(self._finisher)
             # Do not keep the last job's arrays alive while waiting.
             del job
         with self._closing:
@@ -87,13 +88,6 @@ class DeviceLoop:
         """Let `run` return after the current job. From any thread."""
         self._is_stopping = True
         self._jobs.put(None)
-
-    def _put(self, job: _Call[T] | _Launch[T]) -> Future[T]:
-        with self._closing:
-            if self._is_closed:
-                raise DrainingError("the worker is shutting down")
-            self._jobs.put(job)
-        return job.future
 
 
 class _Finisher:
@@ -132,33 +126,31 @@ class _Finisher:
 
 
 @dataclass(slots=True)
-class _Call(Generic[T]):
+class Call(Generic[T]):
     """A job that is done when its function returns."""
 
     function: Callable[[], T]
     future: Future[T] = field(default_factory=Future)
 
-    def run(self) -> None:
-        if self.future.set_running_or_notify_cancel():
-            _complete(self.future, self.function)
+    def run(self, _: _Finisher) -> None:
+        """Complete the future, which runs."""
+        _complete(self.future, self.function)
 
 
 @dataclass(slots=True)
-class _Launch(Generic[T]):
-    """A job that is done when what it launched is finished."""
+class Launch(Generic[T]):
+    """A job that is done when what its function has launched is finished."""
 
     function: Callable[[], Pending[T]]
-    finisher: _Finisher
     future: Future[T] = field(default_factory=Future)
 
-    def run(self) -> None:
-        if not self.future.set_running_or_notify_cancel():
-            return
+    def run(self, finisher: _Finisher) -> None:
+        """Launch, and let `finisher` complete the future, which runs."""
         try:
             pending = self.function()
         except Exception as error:  # noqa: BLE001 - passed on through the future
             pending = _Failed(error)
-        self.finisher.add(pending, self.future)
+        finisher.add(pending, self.future)
 
 
 class _Failed:

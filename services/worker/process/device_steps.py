@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.internal.v1 import worker_pb2
-from services.worker.process.device_loop import DeviceLoop
+from services.worker.process.device_loop import DeviceLoop, Launch
 from services.worker.process.exits import DomainEnd, ExitCode, end_process
 from services.worker.process.step_profiler import StepProfiler
 from services.worker.runner.cache_room import CacheRoom
@@ -50,6 +51,8 @@ class DeviceSteps:
         self._fail_on_token = fail_on_token
         layout = runner.layout
         self._profiler = StepProfiler(profile_dir, f"worker-{layout.dp_rank}.{layout.tp_rank}")
+        is_watched = fail_on_token is not None or profile_dir is not None
+        self._launch: Callable[[Step], PendingStep] = self._launch_watched if is_watched else runner.launch
 
     def attach(self, request: worker_pb2.AttachRequest) -> asyncio.Future[CacheRoom]:
         """Begin an epoch after the submitted steps; the result is its room, possibly without a KV block."""
@@ -59,7 +62,7 @@ class DeviceSteps:
 
     def submit(self, step: Step) -> asyncio.Future[StepResult]:
         """Run a step. Cancelling drops one that was not launched, unless a partner may have begun it."""
-        future = asyncio.wrap_future(self._device.submit_launch(self._launch, step))
+        future = asyncio.wrap_future(self._device.put(Launch(partial(self._launch, step))))
         future.add_done_callback(self._end_if_failed)
         return future if self._is_alone else asyncio.shield(future)
 
@@ -87,8 +90,8 @@ class DeviceSteps:
         )
         return self.runner.room
 
-    def _launch(self, step: Step) -> PendingStep:
-        # Called on the main thread.
+    def _launch_watched(self, step: Step) -> PendingStep:
+        """Launch a step of a process with a failpoint or a directory for profiles."""
         if self._fail_on_token is not None and any((column == self._fail_on_token).any() for column in _brought(step)):
             end_process(ExitCode.FAILPOINT, "the step contains the --fail-on-token token", step_id=step.step_id)
         pending = self.runner.launch(step)

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pytest
 
-from services.worker.process.device_loop import DeviceLoop
+from services.worker.process.device_loop import DeviceLoop, Launch
 from shared.errors import DrainingError
 
 
@@ -92,7 +92,7 @@ class Late:
 
 def test_a_launch_lets_the_next_job_run_before_it_has_computed(device: DeviceLoop) -> None:
     late = Late(1)
-    launched = device.submit_launch(lambda: late)
+    launched = device.put(Launch(lambda: late))
     assert device.submit(lambda: "runs").result() == "runs"
     assert not launched.done()
     late.is_done.set()
@@ -105,10 +105,10 @@ def test_launches_end_in_order_whether_they_are_computed_or_failed(device: Devic
     broken.is_done.set()
     last.is_done.set()
     futures = [
-        device.submit_launch(lambda: first),
-        device.submit_launch(lambda: broken),
-        device.submit_launch(fail),
-        device.submit_launch(lambda: last),
+        device.put(Launch(lambda: first)),
+        device.put(Launch(lambda: broken)),
+        device.put(Launch(fail)),
+        device.put(Launch(lambda: last)),
     ]
     for number, future in enumerate(futures):
         future.add_done_callback(partial(lambda number, _: ended.append(number), number))
@@ -126,7 +126,7 @@ def test_stopping_finishes_what_was_launched() -> None:
     loop, late = DeviceLoop(), Late(5)
     thread = threading.Thread(target=loop.run)
     thread.start()
-    launched = loop.submit_launch(lambda: late)
+    launched = loop.put(Launch(lambda: late))
     loop.submit(lambda: None).result()
     loop.stop()
     late.is_done.set()
@@ -143,7 +143,7 @@ def test_a_cancelled_launch_is_not_made(device: DeviceLoop) -> None:
         made.append(Late(1))
         return made[-1]
 
-    launched = device.submit_launch(make)
+    launched = device.put(Launch(make))
     assert launched.cancel()
     release.set()
     device.submit(lambda: None).result()
