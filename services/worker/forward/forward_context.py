@@ -102,26 +102,16 @@ class ContextSelection:
 
 
 class Progress:
-    """Counts computed layers and steps, to show progress. Each is counted by one thread; any may read."""
+    """Counts computed layers, to show progress. One thread counts; any may read."""
 
-    __slots__ = ("_num_layers", "_num_steps")
+    __slots__ = ("num_layers",)
 
     def __init__(self) -> None:
-        self._num_layers = 0
-        self._num_steps = 0
-
-    @property
-    def count(self) -> int:
-        """Layers and steps so far."""
-        return self._num_layers + self._num_steps
+        self.num_layers = 0
 
     def advance(self) -> None:
         """Count a layer."""
-        self._num_layers += 1
-
-    def advance_step(self) -> None:
-        """Count a step."""
-        self._num_steps += 1
+        self.num_layers += 1
 
 
 @dataclass(frozen=True, slots=True)

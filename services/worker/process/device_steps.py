@@ -61,10 +61,18 @@ class DeviceSteps:
         return future
 
     def submit(self, step: Step) -> asyncio.Future[StepResult]:
-        """Run a step. Cancelling drops one that was not launched, unless a partner may have begun it."""
+        """Run a step. Cancelling drops one that was not launched, unless a partner may have begun it.
+
+        A failure has its consequences here, so that nobody needs to look at the future.
+        """
         future = asyncio.wrap_future(self._device.put(Launch(partial(self._launch, step))))
         future.add_done_callback(self._end_if_failed)
-        return future if self._is_alone else asyncio.shield(future)
+        if self._is_alone:
+            return future
+        shielded = asyncio.shield(future)
+        # Else asyncio would log what it fails with.
+        shielded.add_done_callback(lambda step: step.cancelled() or step.exception())
+        return shielded
 
     async def profile(self, num_steps: int) -> str:
         """Record the next steps; the name of their trace's file. Cancelling drops the recording.

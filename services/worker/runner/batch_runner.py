@@ -97,7 +97,7 @@ class BatchRunner:
         job = self._make_job(step_input, dp)
         job.staging.pack(self._work.arrays(job))
         enqueued.append(self._stream.enqueue(partial(self._work.compute, job)))
-        pending = PendingStep(step, job, enqueued, self._rank)
+        pending = PendingStep(step, job, enqueued, self._rank, is_computed=not self._stream.is_async)
         self._batch.record_drawn(step_input.row_slots)
         if self._proposer is not None:
             self._unrecorded = pending

@@ -76,7 +76,7 @@ class ModelRunner:
     @property
     def progress(self) -> int:
         """Layers and steps computed, over all epochs. From any thread."""
-        return self._rank.progress.count
+        return self._rank.progress.num_layers + self.step_totals.num_steps
 
     @property
     def num_draft_tokens(self) -> int:

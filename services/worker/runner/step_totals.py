@@ -25,12 +25,15 @@ class StepTotals:
     """The steps by kind: as the scheduler names it, or a dummy. One thread adds; any may read."""
 
     def __init__(self) -> None:
+        self.num_steps = 0
+        """Steps of all kinds."""
         self.by_kind = {name: KindTotals() for name in (*(kind.value for kind in StepKind), DUMMY)}
         # A step does not look its kind's name up.
         self._by_kind = {kind: self.by_kind[kind.value] for kind in StepKind}
 
     def add(self, step: Step, *, num_tokens: int, device_time_us: int) -> None:
         """Count a step that the device has computed."""
+        self.num_steps += 1
         totals = self.by_kind[DUMMY] if step.is_dummy else self._by_kind[step.kind]
         totals.num_tokens += num_tokens
         totals.device_s.observe(1e-6 * device_time_us)

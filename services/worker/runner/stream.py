@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from typing_extensions import override
@@ -58,7 +58,7 @@ class HostStream(Stream):
         """See `Stream`; raises what the work raises."""
         started_ns = time.perf_counter_ns()
         work()
-        return _HostWork((time.perf_counter_ns() - started_ns) // 1000)
+        return _HostWork(device_time_us=(time.perf_counter_ns() - started_ns) // 1000)
 
     @override
     def synchronize(self) -> None:
@@ -124,12 +124,11 @@ class CudaStream(Stream):
         self._staging.put_back(staging)
 
 
-class _HostWork:
-    def __init__(self, device_time_us: int) -> None:
-        self._device_time_us = device_time_us
+class _HostWork(NamedTuple):
+    device_time_us: int
 
     def wait(self) -> int:
-        return self._device_time_us
+        return self.device_time_us
 
 
 class _CudaWork:

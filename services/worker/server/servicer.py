@@ -258,7 +258,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         for task in beats:
             task.add_done_callback(retrieve)
         try:
-            while (step := await stream.next_step()) is not None:
+            while (step := await stream.steps.get()) is not None:
                 output = await step
                 await self._group.agree(output)
                 async with writing:

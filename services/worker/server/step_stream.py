@@ -52,26 +52,22 @@ class StepStream:
     def __init__(self, number: int) -> None:
         """`number` identifies the stream in the claim ledger."""
         self.number = number
-        self._steps: asyncio.Queue[asyncio.Future[StepResult] | None] = asyncio.Queue()
+        self.steps: asyncio.Queue[asyncio.Future[StepResult] | None] = asyncio.Queue()
+        """The steps that were added, possibly still running; None after the last one."""
         self._pending: set[asyncio.Future[StepResult]] = set()
         self._reader: asyncio.Task[None] | None = None
 
     def read_by(self, reader: asyncio.Task[None]) -> None:
-        """Set the task that adds steps; when it is done, `next_step` returns None after the last one."""
+        """Set the task that adds steps."""
         self._reader = reader
         reader.add_done_callback(retrieve)
-        reader.add_done_callback(lambda _: self._steps.put_nowait(None))
+        reader.add_done_callback(lambda _: self.steps.put_nowait(None))
 
     def add(self, step: asyncio.Future[StepResult]) -> None:
-        """Append a step given to the device."""
+        """Append a step given to the device, as `DeviceSteps.submit` returned it."""
         self._pending.add(step)
         step.add_done_callback(self._pending.discard)
-        step.add_done_callback(retrieve)
-        self._steps.put_nowait(step)
-
-    async def next_step(self) -> asyncio.Future[StepResult] | None:
-        """The next step, possibly still running; None after the last one."""
-        return await self._steps.get()
+        self.steps.put_nowait(step)
 
     async def finish(self) -> None:
         """Wait for the reader.

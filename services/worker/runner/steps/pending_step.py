@@ -40,15 +40,12 @@ class PendingStep:
     job: StepJob
     enqueued: Sequence[EnqueuedWork]
     rank: Rank
+    is_computed: bool
+    """Whether `finish` returns at once, for certain."""
     edited: EditedRows | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _arrays: list[_Array] | None = None
     _device_time_us: int = 0
-
-    @property
-    def is_computed(self) -> bool:
-        """Whether `finish` returns at once, for certain."""
-        return not self.rank.stream.is_async
 
     def drawn(self) -> npt.NDArray[np.int64]:
         """[num_places], the tokens that the device drew, -1 where logits are not finite. Waits as `finish` does."""
@@ -91,7 +88,6 @@ class PendingStep:
                 not_finite_saves=not_finite,
                 vectors=tuple(vectors),
             )
-        self.rank.progress.advance_step()
         self.rank.totals.add(step, num_tokens=step_input.num_tokens, device_time_us=self._device_time_us)
         return result
 
