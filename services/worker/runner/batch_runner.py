@@ -15,14 +15,16 @@ from services.worker.drafts.drafted_states import ModelStates
 from services.worker.drafts.drafter import DraftProposer
 from services.worker.forward.forward_context import DpMetadata
 from services.worker.forward.kv_cache import KvCache
-from services.worker.layout import RankLayout
-from services.worker.runner.graphs.step_graphs import StepGraphs
+from services.worker.runner.graphs.step_graphs import DecodeGraph, DraftGraph, StepGraphs
 from services.worker.runner.rank import Rank
 from services.worker.runner.steps.pending_step import PendingStep
+from services.worker.runner.steps.step_arrays import StepArrays
 from services.worker.runner.steps.step_job import JobResults, StepJob
+from services.worker.runner.steps.step_states import states_in_steps
 from services.worker.runner.steps.step_work import StepWork
 from services.worker.runner.stream import EnqueuedWork
-from services.worker.sampling.row_options import RowOptions
+from services.worker.sampling.row_options import NO_OPTIONS, RowOptions
+from shared.errors import StepMismatchError
 from shared.step.step import Step
 
 
@@ -61,12 +63,16 @@ class BatchRunner:
         """
         self._rank = rank
         self._stream = rank.stream
+        layout = rank.layout
+        self._num_coupled, self._dp_rank = layout.dp_size if layout.is_coupled else 0, layout.dp_rank
         self._graphs = graphs
         self._batch = batch
         draws = None if graphs is None else graphs.decodes.draw_rows
         columns = DeviceBatch(rank.ops, batch.limits, rank.device, decode_draws=draws)
         self._proposer = proposer
-        self._work = StepWork(rank, kv_cache, columns, graphs, has_drafts=proposer is not None, states=states)
+        in_steps = None if states is None else states_in_steps(states, kv_cache.block_size)
+        self._arrays = StepArrays(in_steps, has_drafts=proposer is not None)
+        self._work = StepWork(rank, kv_cache, columns, in_steps, has_drafts=proposer is not None)
         # Whether what is proposed depends on the tokens of the step before, or the host has them anyway.
         self._is_asked_first = not rank.stream.is_async or proposer is None or proposer.needs_tokens
         # The last step with a proposer, until the batch was told its tokens.
@@ -89,13 +95,13 @@ class BatchRunner:
         # The time that the proposer took counts as that of the step.
         enqueued, self._noting = self._noting, []
         if planned.drafts is not None and planned.drafts.device is not None:
-            enqueued.append(self._stream.enqueue(partial(self._work.draft, planned.drafts.device)))
+            enqueued.append(self._stream.enqueue(partial(self._work.propose, planned.drafts.device)))
         if self._unrecorded is not None:
             self._record_sampled(self._unrecorded, step)
         step_input = self._batch.finish(planned)
-        dp = _dp_metadata(step, self._rank.layout, step_input.num_tokens)
+        dp = self._dp_metadata(step, step_input.num_tokens)
         job = self._make_job(step_input, dp)
-        job.staging.pack(self._work.arrays(job))
+        job.staging.pack(self._arrays.of(job))
         enqueued.append(self._stream.enqueue(partial(self._work.compute, job)))
         pending = PendingStep(step, job, enqueued, self._rank, is_computed=not self._stream.is_async)
         self._batch.record_drawn(step_input.row_slots)
@@ -103,7 +109,7 @@ class BatchRunner:
             self._unrecorded = pending
             self._note(self._proposer, job)
             return pending
-        if job.options is not None and job.is_edited:
+        if len(job.options.edited):
             self._learn_tokens()
             pending.edited = edited = job.options.edit()
             job.results.failed_rows = edited.numbers[edited.has_failed]
@@ -120,7 +126,7 @@ class BatchRunner:
             staging=self._stream.claim_staging(),
             dp=dp,
             graph=self._graph(step_input, dp),
-            options=RowOptions.of(self._batch.sampling(step_input)) if step_input.has_options else None,
+            options=RowOptions.of(self._batch.sampling(step_input)) if step_input.has_options else NO_OPTIONS,
             results=JobResults(),
         )
 
@@ -148,7 +154,7 @@ class BatchRunner:
         if pending is not None and pending.edited is not None:
             pending.edited.append(pending.drawn()[pending.edited.numbers])
 
-    def _graph(self, step_input: StepInput, dp: DpMetadata) -> int | None:
+    def _graph(self, step_input: StepInput, dp: DpMetadata) -> DecodeGraph | DraftGraph | None:
         """See `StepJob.graph`; coupled ranks are told.
 
         Raises:
@@ -156,36 +162,35 @@ class BatchRunner:
         """
         graphs = self._graphs
         if not dp.num_tokens_across_dp:
-            return None if graphs is None else graphs.size_for(step_input)
+            return None if graphs is None else graphs.graph_for(step_input)
         if not dp.graph_batch_size:
             return None
-        sizes = () if graphs is None else graphs.decodes.sizes
-        require(dp.graph_batch_size in sizes, "graph_batch_size is not one of the captured sizes")
+        if graphs is None or dp.graph_batch_size not in graphs.decodes.sizes:
+            raise StepMismatchError("graph_batch_size is not one of the captured sizes")
         is_decode = not step_input.is_prefill and step_input.draft_counts is None
         require(is_decode and step_input.num_tokens <= dp.graph_batch_size, "the step does not fit its graph")
-        return dp.graph_batch_size
+        return DecodeGraph(graphs.decodes, dp.graph_batch_size)
 
+    def _dp_metadata(self, step: Step, num_tokens: int) -> DpMetadata:
+        """What coupled ranks compute in this step, checked against this rank's `num_tokens`.
 
-def _dp_metadata(step: Step, layout: RankLayout, num_tokens: int) -> DpMetadata:
-    """What coupled ranks compute in this step, checked against this rank's `num_tokens`.
+        If it differed, partners would be left waiting in a collective.
 
-    If it differed, partners would be left waiting in a collective.
-
-    Raises:
-        StepMismatchError: the numbers do not fit.
-    """
-    counts = step.num_tokens_across_dp
-    require(
-        len(counts) == (layout.dp_size if layout.is_coupled else 0),
-        "num_tokens_across_dp must have one entry per coupled DP rank",
-        num_ranks=len(counts),
-    )
-    require(bool(counts) or not step.graph_batch_size, "graph_batch_size needs coupled ranks")
-    if counts:
-        require(min(counts) > 0, "num_tokens_across_dp has a rank that computes nothing")
+        Raises:
+            StepMismatchError: the numbers do not fit.
+        """
+        counts = step.num_tokens_across_dp
         require(
-            counts[layout.dp_rank] == num_tokens,
-            "num_tokens_across_dp differs from the number of tokens that the step computes",
-            num_tokens=num_tokens,
+            len(counts) == self._num_coupled,
+            "num_tokens_across_dp must have one entry per coupled DP rank",
+            num_ranks=len(counts),
         )
-    return DpMetadata(counts, step.graph_batch_size)
+        require(bool(counts) or not step.graph_batch_size, "graph_batch_size needs coupled ranks")
+        if counts:
+            require(min(counts) > 0, "num_tokens_across_dp has a rank that computes nothing")
+            require(
+                counts[self._dp_rank] == num_tokens,
+                "num_tokens_across_dp differs from the number of tokens that the step computes",
+                num_tokens=num_tokens,
+            )
+        return DpMetadata(counts, step.graph_batch_size)

@@ -73,3 +73,16 @@ class RowOptions:
     def edit(self) -> EditedRows:
         """What the rows' grammars and penalties change now; see `SamplingRows.edit`."""
         return self.rows.edit(self.edited)
+
+
+NO_OPTIONS = RowOptions.of(
+    SamplingRows(
+        temperature=np.empty(0, np.float32),
+        top_k=np.empty(0, np.int32),
+        top_p=np.empty(0, np.float32),
+        seed=np.empty(0, np.uint64),
+        choice=np.empty(0, np.uint32),
+        position=np.empty(0, np.int64),
+    )
+)
+"""The options of rows that have none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.batch.step_input import StepInput
@@ -20,6 +21,20 @@ from services.worker.sampling.sampler import Sampler
 logger = logging.getLogger(__name__)
 
 
+class DecodeGraph(NamedTuple):
+    """The graph of one batch size of plain decodes, or of dummies."""
+
+    graphs: DecodeGraphs
+    size: int
+
+
+class DraftGraph(NamedTuple):
+    """The graph of one batch size of decodes with drafts."""
+
+    graphs: DraftGraphs
+    size: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepGraphs:
     """Graphs that name the addresses of one KV cache."""
@@ -29,14 +44,16 @@ class StepGraphs:
     """None without drafts, or where padding costs as much as tokens."""
     limits: BatchLimits
 
-    def size_for(self, step_input: StepInput) -> int | None:
-        """The batch size of the graph that computes a step of ranks that are not coupled; None if none does."""
+    def graph_for(self, step_input: StepInput) -> DecodeGraph | DraftGraph | None:
+        """The graph that computes a step of ranks that are not coupled; None if none does."""
         num_seqs = len(step_input.slots)
         if step_input.is_plain_decode:
-            return self.decodes.size_for(num_seqs)
+            size = self.decodes.size_for(num_seqs)
+            return None if size is None else DecodeGraph(self.decodes, size)
         if self.drafts is None or step_input.draft_counts is None or step_input.is_prefill:
             return None
-        return self.drafts.size_for(num_seqs)
+        size = self.drafts.size_for(num_seqs)
+        return None if size is None else DraftGraph(self.drafts, size)
 
     def fits(self, limits: BatchLimits, layout: RankLayout) -> bool:
         """Whether the graphs also serve another epoch, with the same KV cache; see `Replays` for coupled ranks."""

@@ -50,14 +50,14 @@ class PendingStep:
     def drawn(self) -> npt.NDArray[np.int64]:
         """[num_places], the tokens that the device drew, -1 where logits are not finite. Waits as `finish` does."""
         arrays = self._read()
-        return np.empty(0, np.int64) if self.job.results.drawn is None else arrays[0]
+        return np.empty(0, np.int64) if self.job.results.drawn is None else arrays[-1]
 
     def sampled(self) -> SampledTokens:
         """The rows' tokens, without what else their options ask for. Waits as `finish` does."""
         arrays, results = self._read(), self.job.results
         if results.drawn is None:
             return SampledTokens(_NO_TOKENS, _NO_TOKENS)
-        return SampledTokens.of(arrays[0]) if results.counts is None else self.job.runs.cut(arrays[0], arrays[1])
+        return SampledTokens.of(arrays[-1]) if results.counts is None else self.job.runs.cut(arrays[-1], arrays[-2])
 
     def finish(self) -> StepResult:
         """Wait for the device, without spinning, read the results and count the step.
@@ -67,8 +67,9 @@ class PendingStep:
         """
         step, step_input, results = self.step, self.job.step_input, self.job.results
         with reported(step):
-            arrays = iter(self._read())
-            sampled = self._sampled(arrays)
+            sampled, arrays = self.sampled(), iter(self._read())
+            if step_input.has_options and results.drawn is not None:
+                sampled = self._with_options(sampled, self.drawn(), arrays)
             if step_input.row_numbers is not None:
                 sampled = sampled.of_some(step_input.row_numbers, step_input.num_result_rows)
             prompts = [(each.slot, make_logprobs(_take(arrays, 3), each.indexes)) for each in results.prompts]
@@ -100,13 +101,11 @@ class PendingStep:
                 self.rank.stream.return_staging(self.job.staging)
             return self._arrays
 
-    def _sampled(self, arrays: Iterator[_Array]) -> SampledTokens:
-        sampled, results = self.sampled(), self.job.results
-        if results.drawn is None:
-            return sampled
-        drawn = next(arrays)
-        if results.counts is not None:
-            next(arrays)
+    def _with_options(
+        self, sampled: SampledTokens, drawn: npt.NDArray[np.int64], arrays: Iterator[_Array]
+    ) -> SampledTokens:
+        """With what the rows' options ask for, of which scores are the first `arrays`."""
+        results = self.job.results
         if results.failed_rows is not None:
             failed = results.failed_rows[drawn[self.job.runs.firsts[results.failed_rows]] >= 0]
             sampled = replace(sampled, failed_grammar_rows=failed.astype(np.int32))

@@ -12,49 +12,21 @@ from torch import Tensor
 from services.worker.batch.step_input import StepInput
 from services.worker.forward.forward_context import DpMetadata
 from services.worker.forward.staging import Staging
+from services.worker.runner.graphs.step_graphs import DecodeGraph, DraftGraph
 from services.worker.runner.pooling import PromptVectors
 from services.worker.runner.prompt_logprobs import PromptScores
 from services.worker.sampling.logprobs import ScoreTensors
 from services.worker.sampling.row_options import RowOptions, ScoredPlaces
-from services.worker.sampling.runs import DeviceRuns, Runs
-
-
-class DrawnPlaces(NamedTuple):
-    """Where tokens of rows with drafts are drawn, on the device."""
-
-    runs: DeviceRuns
-    slots: Tensor
-    """[num_places] int64."""
-    positions: Tensor
-    """[num_places] int64."""
-
-
-class DrawnRows(NamedTuple):
-    """The rows of a step, on the device."""
-
-    slots: Tensor | None
-    """[num_rows] int64; None for a plain decode, whose slots the device knows."""
-    positions: Tensor
-    """[num_rows] int64: where their tokens are drawn."""
-    logit_tokens: Tensor | None
-    """[num_places] int64: the tokens whose logits are drawn from; None means all."""
-    places: DrawnPlaces | None = None
-    """None if each row is a place."""
-
-    @classmethod
-    def of(cls, arrays: dict[str, Tensor], positions: Tensor) -> DrawnRows:
-        """The rows of a step that uploaded these."""
-        places = None
-        if "run_firsts" in arrays:
-            runs = DeviceRuns(arrays["run_firsts"], arrays["run_wanted"])
-            places = DrawnPlaces(runs, arrays["place_slots"], arrays["place_positions"])
-        return cls(arrays.get("row_slots"), positions, arrays.get("logit_tokens"), places)
+from services.worker.sampling.runs import Runs
 
 
 class Draw(NamedTuple):
     """The tokens of a step's rows."""
 
-    rows: DrawnRows
+    arrays: dict[str, Tensor]
+    """The step's, on the device; see `StepArrays`."""
+    positions: Tensor
+    """[num_rows] int64: where the rows' first tokens are drawn."""
     logits: Tensor | None
     """[num_places, vocabulary] float32; None if a graph has used them, which it does for rows without options."""
     drawn: Tensor
@@ -85,7 +57,7 @@ class JobResults:
         """All of them, in the order in which `PendingStep` reads them."""
         prompts = (tensor for prompt in self.prompts for tensor in prompt.scores)
         vectors = None if self.vectors is None else self.vectors.values
-        optional = (self.drawn, self.counts, *(self.scores or ()), *prompts, vectors, self.not_finite_saves)
+        optional = (*(self.scores or ()), *prompts, vectors, self.not_finite_saves, self.counts, self.drawn)
         return [tensor for tensor in optional if tensor is not None]
 
 
@@ -96,10 +68,10 @@ class StepJob:
     step_input: StepInput
     staging: Staging
     dp: DpMetadata
-    graph: int | None
-    """The batch size of the graph that computes it, of tokens with drafts if it has any; None if none does."""
-    options: RowOptions | None
-    """The options of the rows; None if none has any."""
+    graph: DecodeGraph | DraftGraph | None
+    """The graph that computes it; None if none does."""
+    options: RowOptions
+    """The options of the rows."""
     results: JobResults
     hidden: Tensor | None = None
     """[num_tokens, hidden], the model's output for the step's tokens, for a draft proposer; None once it was noted."""
@@ -114,8 +86,3 @@ class StepJob:
             rows = self.step_input
             self._runs = Runs.of(len(rows.row_slots), rows.draft_counts, rows.draft_token_ids)
         return self._runs
-
-    @property
-    def is_edited(self) -> bool:
-        """Whether the host edits the logits of rows."""
-        return self.options is not None and len(self.options.edited) > 0
