@@ -12,6 +12,8 @@ from services.worker.ops.arguments import (
     DrawRows,
     HeadNorms,
     RopeRows,
+    RunPlaces,
+    RunRows,
     SlotColumns,
 )
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
@@ -51,6 +53,8 @@ __all__ = [
     "RopeRows",
     "RouterScore",
     "RoutingRule",
+    "RunPlaces",
+    "RunRows",
     "SlotColumns",
     "SwigluClamp",
     "load_ops",

@@ -146,6 +146,34 @@ class SlotColumns:
 
 
 @dataclass(frozen=True, slots=True)
+class RunRows:
+    """Runs of consecutive tokens, one for each row, at positions that only the device may know. Contiguous."""
+
+    firsts: Tensor  # [num_rows] int64: the position of each run's first token
+    starts: Tensor  # [num_rows + 1] int32: row i has the tokens [starts[i], starts[i + 1]), at least one
+    stored_from: Tensor  # [num_rows] int64: tokens before this position are not stored
+    ends: Tensor
+    """[num_rows] int64, at least 1: nor are those from this position on, and what computes them is the token before."""
+    block_tables: Tensor  # [num_rows, at least the blocks of what is before the last end] int32
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlaces:
+    """Where the tokens of runs are in some passes over them; see `AttentionMetadata`. Contiguous."""
+
+    positions: Tensor  # [num_passes, num_tokens] int64
+    slot_mapping: Tensor  # [num_passes, num_tokens] int64
+    context_lens: Tensor  # [num_passes, num_rows] int32
+
+    @classmethod
+    def empty(cls, num_passes: int, num_tokens: int, num_rows: int, device: torch.device) -> RunPlaces:
+        """Places to be written."""
+        positions, slot_mapping = torch.empty(2, num_passes, num_tokens, dtype=torch.int64, device=device).unbind()
+        context_lens = torch.empty(num_passes, num_rows, dtype=torch.int32, device=device)
+        return cls(positions, slot_mapping, context_lens)
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeRows:
     """Inputs of a decode step of one token for each row; see `AttentionMetadata`. Contiguous."""
 

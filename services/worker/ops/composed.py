@@ -29,6 +29,8 @@ from services.worker.ops.arguments import (
     DrawRows,
     HeadNorms,
     RopeRows,
+    RunPlaces,
+    RunRows,
     SlotColumns,
 )
 from services.worker.ops.matrices import Matrix, dense
@@ -93,6 +95,20 @@ def advance_batch(columns: SlotColumns, slots: Tensor, rows: DecodeRows, *, bloc
     rows.block_tables[:, :num_blocks] = tables.index_select(0, slots)[:, :num_blocks]
     block_ids = tables.take(slots * tables.shape[1] + positions // block_size)
     torch.add(positions % block_size, block_ids, alpha=block_size, out=rows.slot_mapping)
+
+
+def place_runs(runs: RunRows, num_tokens: int, *, block_size: int, num_passes: int) -> RunPlaces:
+    """Find the places with torch."""
+    device, tables = runs.firsts.device, runs.block_tables
+    tokens, starts = torch.arange(num_tokens, device=device), runs.starts[:-1].long()
+    rows = torch.searchsorted(runs.starts[1:].long(), tokens, right=True)
+    wanted = tokens + (runs.firsts - starts)[rows] + torch.arange(num_passes, device=device)[:, None]
+    positions = torch.minimum(wanted, runs.ends[rows] - 1)
+    block_ids = tables.take(rows * tables.shape[1] + positions // block_size).long()
+    is_stored = (positions == wanted) & (wanted >= runs.stored_from[rows])
+    slot_mapping = (block_ids * block_size + positions % block_size).masked_fill(~is_stored, -1)
+    context_lens = positions.index_select(1, runs.starts[1:] - 1).int() + 1
+    return RunPlaces(positions, slot_mapping, context_lens)
 
 
 # -- Weights ----------------------------------------------------------------------------------------------

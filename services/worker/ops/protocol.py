@@ -17,7 +17,15 @@ from torch import Tensor
 from services.worker.drawing.row_edits import RowEdits
 from services.worker.forward.capture import Capture
 from services.worker.forward.kv_cache import LayerCache
-from services.worker.ops.arguments import Activation, DecodeRows, DrawRows, RopeRows, SlotColumns
+from services.worker.ops.arguments import (
+    Activation,
+    DecodeRows,
+    DrawRows,
+    RopeRows,
+    RunPlaces,
+    RunRows,
+    SlotColumns,
+)
 from services.worker.ops.attention_protocol import AttentionOps
 from services.worker.ops.experts import ExpertsKernel, ExpertWeights, SwigluClamp
 from services.worker.ops.matrices import Matrix
@@ -100,6 +108,20 @@ class Ops(AttentionOps, RecurrentOps, Protocol):
             rows: [at least B]; all are written, in place. Of the block tables, only columns below `num_blocks`.
             block_size: Tokens per block.
             num_blocks: The most blocks of a context, at least 1.
+        """
+
+    def place_runs(self, runs: RunRows, num_tokens: int, *, block_size: int, num_passes: int) -> RunPlaces:
+        """Find the places of runs in passes over them, in each of which every token is one position later.
+
+        Token t of row i is computed at position p = min(firsts[i] + t - starts[i] + pass, ends[i] - 1). It is stored in
+        its block, but in slot -1 if it would be at another position or before `stored_from`. A row's context ends with
+        its last token.
+
+        Args:
+            runs: [B], B at least 1; not written.
+            num_tokens: Tokens of all runs together.
+            block_size: Tokens per block.
+            num_passes: At least 0.
         """
 
     # -- Weights ------------------------------------------------------------------------------------------

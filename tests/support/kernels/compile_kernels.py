@@ -50,6 +50,7 @@ from tests.support.kernels.product_launches import (
     launch_products,
 )
 from tests.support.kernels.recurrent_launches import launch_recurrent_layers
+from tests.support.kernels.run_launches import launch_run_places
 from tests.support.kernels.sampling_launches import launch_sampling
 
 exact_attention = partial(prefill_attention, is_exact=True)
@@ -304,6 +305,7 @@ def compile_all(target: str) -> list[CompiledKernel]:
         launch_cache_in_fp8(MODELS["Qwen3-8B"])
         launch_mixed_step(MODELS["Qwen3-8B"])
         launch_decode_inputs(64, 0, num_blocks=128)
+        launch_run_places(64, 128, num_passes=4, num_blocks=128)
         launch_other_attention(MODELS["Qwen3-8B"])
         launch_sampling()
         for num_tokens in (1, 64, 256, 4096):
@@ -326,6 +328,7 @@ def compile_all(target: str) -> list[CompiledKernel]:
         launch_odd_latent_steps()
         launch_decode_inputs(3, 5, num_blocks=1, offset=1)
         launch_decode_inputs(1, 0, num_blocks=77, offset=3)
+        launch_run_places(3, 777, num_passes=1, num_blocks=77, offset=1)
         for num_tokens in (3, 50, 777):
             launch_products(num_tokens, offset=1)
             launch_fp8_products(num_tokens, FP8_ENCODINGS[target])

@@ -15,7 +15,7 @@ from services.worker.ops import composed
 from services.worker.ops.aiter_ops import attention, elementwise, experts, linear
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.triton import advance_batch as batch
-from services.worker.ops.triton import norm, prepare, recurrent, routing
+from services.worker.ops.triton import norm, prepare, recurrent, routing, run_places
 from services.worker.ops.triton import rope as rotary
 from services.worker.ops.triton.attention import plan as triton_attention
 from services.worker.ops.triton.products import expert_sums
@@ -49,6 +49,7 @@ class AiterOps(TritonState):
     make_capture = staticmethod(composed.capture_graphs)
 
     advance_batch = staticmethod(batch.advance_batch)
+    place_runs = staticmethod(run_places.place_runs)
 
     prepare_linear = linear.prepare_linear
     prepare_per_head_linear = staticmethod(composed.prepare_per_head_linear)

@@ -36,6 +36,7 @@ class CpuOps(attention.GatherBuffers):
     make_capture = staticmethod(composed.capture_graphs)
 
     advance_batch = staticmethod(batch.advance_batch)
+    place_runs = staticmethod(batch.place_runs)
 
     prepare_linear = staticmethod(linear.prepare_linear)
     prepare_per_head_linear = staticmethod(composed.prepare_per_head_linear)
@@ -75,7 +76,7 @@ class CpuOps(attention.GatherBuffers):
     edit_logits = staticmethod(composed.edit_logits)
     sample = composed.sample
     draw = staticmethod(composed.draw)
-    accept = staticmethod(composed.accept)
+    accept = staticmethod(batch.accept)
     token_logprobs = staticmethod(composed.token_logprobs)
     greedy_sample = staticmethod(composed.greedy_sample)
 

@@ -64,6 +64,7 @@ class NativeOps(NativeState):
     quantize_activations = composed.refuse_quantized_activations
 
     advance_batch = staticmethod(batch.advance_batch)
+    place_runs = staticmethod(batch.place_runs)
 
     prepare_linear = products.prepare_linear
     prepare_per_head_linear = staticmethod(composed.prepare_per_head_linear)
@@ -103,7 +104,7 @@ class NativeOps(NativeState):
     edit_logits = staticmethod(composed.edit_logits)
     sample = composed.sample
     draw = drawing.draw
-    accept = staticmethod(composed.accept)
+    accept = staticmethod(batch.accept)
     token_logprobs = staticmethod(composed.token_logprobs)
     greedy_sample = elementwise.greedy_sample
 

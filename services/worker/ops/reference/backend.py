@@ -42,6 +42,7 @@ class ReferenceOps:
     quantize_activations = composed.refuse_quantized_activations
 
     advance_batch = staticmethod(composed.advance_batch)
+    place_runs = staticmethod(composed.place_runs)
 
     prepare_linear = staticmethod(linear.prepare_linear)
     prepare_per_head_linear = staticmethod(linear.prepare_per_head_linear)

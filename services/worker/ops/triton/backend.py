@@ -10,7 +10,7 @@ import torch
 
 from services.worker.ops import composed
 from services.worker.ops.matrix_rows import MatrixFormat
-from services.worker.ops.triton import activation, norm, prepare, recurrent, routing, state
+from services.worker.ops.triton import activation, norm, prepare, recurrent, routing, run_places, state
 from services.worker.ops.triton import advance_batch as batch
 from services.worker.ops.triton import rope as rotary
 from services.worker.ops.triton.attention import plan
@@ -40,6 +40,7 @@ class TritonOps(state.TritonState):
     make_capture = staticmethod(composed.capture_graphs)
 
     advance_batch = staticmethod(batch.advance_batch)
+    place_runs = staticmethod(run_places.place_runs)
 
     prepare_linear = prepare.prepare_linear
     prepare_per_head_linear = staticmethod(composed.prepare_per_head_linear)
