@@ -1,38 +1,51 @@
-"""Forward passes at positions that only the device knows: those after a step of which the host has no results yet."""
+"""Forward passes besides a step's own, over runs of tokens at positions that only the device may know.
+
+Those are the positions after a step of which the host has no results yet.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from services.worker.drafts.token_runs import IntArray, run_metadata
-from services.worker.forward.forward_context import ForwardContext, forward_context
+from services.worker.drafts.token_runs import IntArray, TokenRuns
+from services.worker.forward.forward_context import AttentionMetadata, ForwardContext, forward_context
 from services.worker.forward.kv_cache import KvCache
 from services.worker.forward.staging import HostArrays, is_on_host, upload_arrays
-from services.worker.ops import Ops
+from services.worker.ops import Ops, RunRows
+from shared.request.limits import MAX_DRAFT_TOKENS
 from shared.step.columns import Int32Column
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """What the host knows of the sequences of some passes."""
+    """What the host knows of the sequences of some passes, at least one."""
 
     block_tables: Int32Column  # [num_seqs, most blocks of one sequence]
     ends: IntArray
     """[num_seqs], the room of each, at least 1: a token at a later position is computed, but not stored."""
+    lengths: IntArray
+    """[num_seqs], the tokens of each one's run, at least 1."""
+
+    @classmethod
+    def of_runs(cls, runs: TokenRuns, block_tables: Int32Column) -> Sequences:
+        """Sequences that have the blocks of all tokens of `runs`, and end with them."""
+        return cls(block_tables, runs.context_lens, runs.lengths)
 
     def arrays(self) -> HostArrays:
         """What `DevicePasses` are uploaded from."""
-        num_seqs, width = self.block_tables.shape
+        num_seqs = len(self.ends)
+        starts = np.zeros(num_seqs + 1, np.int32)
+        np.cumsum(self.lengths, out=starts[1:])
         return {
             "block_tables": self.block_tables,
-            "table_starts": np.arange(num_seqs) * width,
-            "lasts": self.ends.astype(np.int64) - 1,
-            "bounds": np.arange(num_seqs + 1, dtype=np.int32),
+            "ends": self.ends.astype(np.int64),
+            "run_starts": starts,
+            "token_starts": np.arange(num_seqs + 1, dtype=np.int32),
+            "stored_from": np.zeros(num_seqs, np.int64),
         }
 
 
@@ -46,84 +59,85 @@ class DevicePasses:
         """Upload what the host knows, in one transfer; `others` are named otherwise than `Sequences.arrays`."""
         self._ops = ops
         self._kv_cache = kv_cache
-        self._ends = sequences.ends.tolist()
+        self._sequences = sequences
         self.arrays = upload_arrays({**others, **sequences.arrays()}, kv_cache.device)
         """What was uploaded, by name."""
-        none = self.arrays["lasts"][:0]
-        # Of the passes of `begin`, [num_passes, num_seqs].
-        self._positions = self._slot_mapping = self._context_lens = none
-        self._host_lens: list[list[int]] | None = None
 
-    def compute_runs(
-        self, lengths: IntArray, firsts: Tensor, forward: Callable[[Tensor], Tensor], *, is_stored: Tensor | None = None
-    ) -> Tensor:
-        """Call `forward` with the positions [num_tokens] int64 of a run of each sequence, in its forward context.
-
-        The arrays that were uploaded include `run_arrays`.
+    def place_runs(self, firsts: Tensor, stored_from: Tensor | None = None) -> PlacedPasses:
+        """Find the places of a pass over each sequence's run.
 
         Args:
-            lengths: [num_seqs], as for `run_arrays`.
             firsts: [num_seqs] int64, each run's first position.
-            is_stored: [num_tokens] bool, False for tokens that the cache has; None means that it has none.
+            stored_from: [num_seqs] int64, the position up to which the cache has what is computed; None means 0.
         """
-        arrays, runs = self.arrays, self.arrays["runs"]
-        wanted = firsts[runs] + arrays["offsets"]
-        positions, slot_mapping = self._place(wanted, arrays["lasts"][runs], arrays["table_starts"][runs])
-        if is_stored is not None:
-            slot_mapping = slot_mapping.masked_fill(~is_stored, -1)
-        context_lens = (positions[arrays["run_lasts"]] + 1).int()
-        attention = run_metadata(
-            slot_mapping,
-            arrays["block_tables"],
-            context_lens,
-            arrays["run_bounds"],
-            query_lens=tuple(lengths.tolist()),
-            context_lens_host=tuple(context_lens.tolist() if is_on_host(firsts) else self._ends),
-        )
-        with forward_context(ForwardContext.for_step(self._ops, attention, self._kv_cache)):
-            return forward(positions)
+        return self._place(firsts, "run_starts", self._sequences.lengths.tolist(), 1, stored_from)
 
-    def begin(self, firsts: Tensor, num_passes: int) -> None:
+    def place_tokens(self, firsts: Tensor, num_passes: int) -> PlacedPasses:
         """Find the places of passes of one token each, at consecutive positions from `firsts` [num_seqs] int64 on."""
-        wanted = firsts + torch.arange(num_passes, device=firsts.device)[:, None]
-        lasts, starts = self.arrays["lasts"], self.arrays["table_starts"]
-        self._positions, self._slot_mapping = self._place(wanted, lasts, starts)
-        self._context_lens = (self._positions + 1).int()
-        self._host_lens = self._context_lens.tolist() if is_on_host(firsts) else None
+        return self._place(firsts, "token_starts", [1] * len(firsts), num_passes)
 
-    def compute(self, number: int, num_seqs: int, forward: Callable[[Tensor], Tensor]) -> Tensor:
-        """Call `forward` with the positions [num_seqs] int64 of the first sequences in a pass, in its forward context.
-
-        `number` counts the passes of `begin`.
-        """
-        lens = self._ends if self._host_lens is None else self._host_lens[number]
-        attention = run_metadata(
-            self._slot_mapping[number, :num_seqs],
-            self.arrays["block_tables"][:num_seqs],
-            self._context_lens[number, :num_seqs],
-            self.arrays["bounds"][: num_seqs + 1],
-            query_lens=(1,) * num_seqs,
-            context_lens_host=tuple(lens[:num_seqs]),
+    def _place(
+        self, firsts: Tensor, starts: str, lengths: list[int], num_passes: int, stored_from: Tensor | None = None
+    ) -> PlacedPasses:
+        arrays = self.arrays
+        stored_from = arrays["stored_from"] if stored_from is None else stored_from
+        runs = RunRows(firsts, arrays[starts], stored_from, arrays["ends"], arrays["block_tables"])
+        places = self._ops.place_runs(runs, sum(lengths), block_size=self._kv_cache.block_size, num_passes=num_passes)
+        lens = places.context_lens.tolist() if is_on_host(firsts) else [self._sequences.ends.tolist()] * num_passes
+        return PlacedPasses(
+            self._ops,
+            self._kv_cache,
+            runs,
+            lengths,
+            positions=places.positions.unbind(),
+            slot_mappings=places.slot_mapping.unbind(),
+            context_lens=places.context_lens.unbind(),
+            host_lens=lens,
         )
-        with forward_context(ForwardContext.for_step(self._ops, attention, self._kv_cache)):
-            return forward(self._positions[number, :num_seqs])
-
-    def _place(self, wanted: Tensor, lasts: Tensor, table_starts: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions and slots of tokens at the `wanted` positions, of sequences with these last places."""
-        block_size = self._kv_cache.block_size
-        positions = torch.minimum(wanted, lasts)
-        block_ids = self.arrays["block_tables"].take(table_starts + positions // block_size).long()
-        return positions, (block_ids * block_size + positions % block_size).masked_fill(wanted > lasts, -1)
 
 
-def run_arrays(lengths: IntArray) -> HostArrays:
-    """What `DevicePasses.compute_runs` needs for runs of these `lengths` [num_seqs], at least 1 each."""
-    bounds = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=bounds[1:])
-    runs = np.repeat(np.arange(len(lengths)), lengths)
-    return {
-        "run_bounds": bounds,
-        "run_lasts": bounds[1:].astype(np.int64) - 1,
-        "runs": runs,
-        "offsets": np.arange(bounds[-1]) - bounds[runs],
-    }
+@dataclass(frozen=True, slots=True)
+class PlacedPasses:
+    """Passes over the same runs, one after another, whose places the device has; see `RunPlaces`."""
+
+    ops: Ops
+    kv_cache: KvCache
+    runs: RunRows
+    lengths: list[int]
+    positions: Sequence[Tensor]
+    slot_mappings: Sequence[Tensor]
+    context_lens: Sequence[Tensor]
+    host_lens: list[list[int]]
+    """The context lengths of each pass on the host, or what they are at most."""
+
+    def compute(self, forward: Callable[[Tensor], Tensor], number: int = 0, num_tokens: int | None = None) -> Tensor:
+        """Call `forward` with the positions of a pass's tokens [num_tokens] int64, in its forward context.
+
+        Args:
+            forward: Computes a tensor from the positions.
+            number: Counts the passes.
+            num_tokens: Those of the first sequences, where each has one; None means all.
+        """
+        runs, lengths, lens = self.runs, self.lengths, self.host_lens[number]
+        tables, starts, context_lens = runs.block_tables, runs.starts, self.context_lens[number]
+        positions, slot_mapping = self.positions[number], self.slot_mappings[number]
+        if num_tokens is not None and num_tokens < len(positions):
+            lengths, lens, starts = lengths[:num_tokens], lens[:num_tokens], starts[: num_tokens + 1]
+            tables, context_lens, positions, slot_mapping = (
+                each[:num_tokens] for each in (tables, context_lens, positions, slot_mapping)
+            )
+        longest = max(lengths)
+        attention = AttentionMetadata(
+            # A decode has one token and its drafts; a backend treats longer runs as parts of prompts.
+            is_prefill=longest > 1 + MAX_DRAFT_TOKENS,
+            slot_mapping=slot_mapping,
+            block_tables=tables,
+            context_lens=context_lens,
+            cu_seqlens_q=starts,
+            query_lens=tuple(lengths),
+            context_lens_host=tuple(lens),
+            max_query_len=longest,
+            max_context_len=max(lens),
+        )
+        with forward_context(ForwardContext.for_step(self.ops, attention, self.kv_cache)):
+            return forward(positions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +15,10 @@ from typing_extensions import override
 from services.worker.batch.decodes import NO_DRAFTS, Drafts
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.batch.step_input import StepInput
-from services.worker.drafts.device_passes import DevicePasses, Sequences, run_arrays
-from services.worker.drafts.drafter import ComputedTokens, DraftProposer, DraftRows, Observe
+from services.worker.drafts.device_passes import DevicePasses, Sequences
+from services.worker.drafts.drafter import ComputedTokens, DraftProposer, DraftRows, Observe, in_room
 from services.worker.drafts.greedy_drafts import DraftChain
-from services.worker.drafts.token_runs import ForwardPass, TokenRuns
+from services.worker.drafts.token_runs import TokenRuns
 from services.worker.forward.kv_cache import KvCache
 from services.worker.forward.staging import HostArrays
 from services.worker.models.registry import CausalLM
@@ -94,9 +95,10 @@ class DraftModelProposer(DraftProposer):
 
         def compute_chunks(_: ComputedTokens) -> None:
             assert self._kv_cache is not None, "drafts before the first epoch"
-            others = {"token_ids": token_ids}
-            chunks = ForwardPass(self._ops, self._kv_cache, runs, block_tables=tables, others=others)
-            chunks.compute(lambda positions: self._model.forward(chunks.arrays["token_ids"], positions))
+            others = {"token_ids": token_ids, "firsts": runs.first_positions}
+            chunks = DevicePasses(self._ops, self._kv_cache, Sequences.of_runs(runs, tables), others)
+            arrays = chunks.arrays
+            chunks.place_runs(arrays["firsts"]).compute(partial(self._model.forward, arrays["token_ids"]))
 
         return compute_chunks
 
@@ -112,14 +114,16 @@ class DraftModelProposer(DraftProposer):
         """See `DraftProposer.propose`; the device computes them, see `greedy_drafts`."""
         assert self._limits is not None, "drafts before the first epoch"
         # The last draft is never computed, so it may be one past the context.
-        counts = np.clip(self._model.context_length + 1 - rows.num_tokens, 0, rows.counts_in_room()).astype(np.int32)
+        room = self._model.context_length + 1 - rows.num_tokens
+        counts: Int32Column = np.maximum(np.minimum(room, rows.counts_in_room()), 0)
         num_computed, num_known = self._num_computed[rows.slots], rows.num_known
         is_ahead = rows.num_tokens > num_known
         # What only the device knows of the last step is whether its drafts were accepted.
         follows_drafts = is_ahead & self._has_drafts[rows.slots]
         num_missing = np.where(follows_drafts, 2, rows.num_tokens - num_computed)
         num_missing[counts == 0] = 0
-        lengths = self._at_once(num_missing)
+        # What is computed in one forward pass.
+        lengths = in_room(num_missing, self._limits.max_num_batched_tokens).copy()
         lengths[follows_drafts & (lengths < 2)] = 0
         # A sequence with too many missing tokens computes some of them now, and drafts some steps later.
         counts[lengths < num_missing] = 0
@@ -139,57 +143,42 @@ class DraftModelProposer(DraftProposer):
             follows_drafts=follows_drafts[active],
             is_to_end=(is_ahead & (lengths == num_missing))[active],
         )
-        sequences = Sequences(rows.block_tables()[active], rows.ends(self._limits)[active])
+        sequences = Sequences(rows.block_tables()[active], rows.ends(self._limits)[active], backlog.lengths)
         return Drafts.on_device(counts, lambda columns: self._draft(chain, backlog, sequences, columns))
 
     def _draft(self, chain: DraftChain, backlog: _Backlog, sequences: Sequences, columns: SlotColumns) -> Tensor:
         """Compute the missing tokens, and then the chain's drafts, row after row."""
         assert self._kv_cache is not None, "drafts before the first epoch"
-        passes = DevicePasses(
-            self._ops, self._kv_cache, sequences, {**backlog.arrays(), **chain.arrays(), **run_arrays(backlog.lengths)}
-        )
+        passes = DevicePasses(self._ops, self._kv_cache, sequences, {**backlog.arrays(), **chain.arrays()})
         arrays = passes.arrays
-        slots, token_ids, firsts, is_stored = arrays["slots"], arrays["token_ids"], arrays["firsts"], None
+        slots, token_ids, firsts, stored_from = arrays["slots"], arrays["token_ids"], arrays["firsts"], None
         positions = columns.position.index_select(0, slots)
         if backlog.is_to_end.any():
-            ends = arrays["ends"]
-            token_ids = token_ids.index_copy(0, ends, columns.last_token[slots[arrays["to_end"]]])
+            newest = arrays["newest"]
+            token_ids = token_ids.index_copy(0, newest, columns.last_token[slots[arrays["to_end"]]])
         if backlog.follows_drafts.any():
             followers, starts = arrays["followers"], arrays["starts"]
             its_slots = slots[followers]
             token_ids = token_ids.index_copy(0, starts, self._last_draft[its_slots])
-            firsts = firsts.index_copy(0, followers, positions[followers] - 1)
-            are_accepted = self._all_accepted_at[its_slots] == positions[followers]
-            is_stored = torch.ones_like(token_ids, dtype=torch.bool).index_copy(0, starts, are_accepted)
-
-        def forward(positions: Tensor) -> Tensor:
-            return self._model.forward(token_ids, positions)
-
-        hidden = passes.compute_runs(backlog.lengths, firsts, forward, is_stored=is_stored)
+            lasts = positions[followers]
+            firsts = firsts.index_copy(0, followers, lasts - 1)
+            are_accepted = self._all_accepted_at[its_slots] == lasts
+            stored_from = arrays["stored_from"].index_copy(0, followers, lasts - are_accepted.long())
+        hidden = passes.place_runs(firsts, stored_from).compute(partial(self._model.forward, token_ids))
         if not chain.sizes:
             return arrays["by_row"]
+        drafted = passes.place_tokens(positions + 1, len(chain.sizes) - 1)
 
         def advance(token_ids: Tensor, _: Tensor, num_drafted: int) -> Tensor:
-            return passes.compute(
-                num_drafted - 1, len(token_ids), lambda positions: self._model.forward(token_ids, positions)
-            )
+            return drafted.compute(partial(self._model.forward, token_ids), num_drafted - 1, len(token_ids))
 
         num_drafting = chain.sizes[0]
-        first = hidden[arrays["run_lasts"][:num_drafting]]
-        passes.begin(positions + 1, len(chain.sizes) - 1)
+        first = hidden[arrays["lasts"][:num_drafting]]
         drafts = chain.draft(first, compute_logits=self._model.compute_logits, ops=self._ops, advance=advance)
         drafting = slots[:num_drafting]
         self._last_draft.index_copy_(0, drafting, drafts[arrays["last_drafts"]])
-        self._all_accepted_at.index_copy_(0, drafting, positions[:num_drafting] + 1 + arrays["counts"])
+        self._all_accepted_at.index_copy_(0, drafting, positions[:num_drafting] + arrays["num_places"])
         return drafts[arrays["by_row"]]
-
-    def _at_once(self, num_missing: Int32Column) -> Int32Column:
-        """How many of each row's missing tokens to compute in one forward pass, first rows first."""
-        assert self._limits is not None, "drafts before the first epoch"
-        before = np.cumsum(num_missing) - num_missing
-        most = self._limits.max_num_batched_tokens
-        lengths: Int32Column = np.clip(most - before, 0, num_missing).astype(np.int32)
-        return lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +208,9 @@ class _Backlog:
             "slots": self.slots,
             "token_ids": token_ids,
             "firsts": self.firsts,
+            "lasts": ends - 1,
             "to_end": np.flatnonzero(self.is_to_end),
-            "ends": ends[self.is_to_end] - 1,
+            "newest": ends[self.is_to_end] - 1,
             "followers": np.flatnonzero(self.follows_drafts),
             "starts": starts[self.follows_drafts],
         }

@@ -64,9 +64,16 @@ class DraftRows:
 
     def counts_in_room(self) -> Int32Column:
         """[num_rows], drafts each may have within `most` and `most_together`."""
-        before = np.cumsum(self.most) - self.most
-        counts: Int32Column = np.clip(self.most_together - before, 0, self.most).astype(np.int32)
+        return in_room(self.most, self.most_together)
+
+
+def in_room(counts: Int32Column, most: int) -> Int32Column:
+    """[num_rows], what is left of each of these `counts` where all together are `most`; first rows first."""
+    ends = counts.cumsum()
+    if not len(ends) or ends[-1] <= most:
         return counts
+    within: Int32Column = np.minimum(np.maximum(most - ends + counts, 0), counts).astype(np.int32)
+    return within
 
 
 @dataclass(frozen=True, slots=True)

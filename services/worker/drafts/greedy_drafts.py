@@ -51,14 +51,14 @@ class DraftChain:
     @classmethod
     def make(cls, counts: Int32Column) -> DraftChain:
         """The chain for these `counts`."""
-        places = np.arange(int(counts.max(initial=0)))
-        sizes = np.count_nonzero(counts[:, None] > places, axis=0)
-        return cls(counts, np.argsort(-counts, kind="stable"), tuple(sizes.tolist()))
+        places = np.arange(counts.max(initial=0))
+        sizes = (counts[:, None] > places).sum(axis=0)
+        return cls(counts, (-counts).argsort(kind="stable"), tuple(sizes.tolist()))
 
     @property
     def drafting(self) -> npt.NDArray[np.int64]:
         """The rows that have drafts, in order."""
-        return self.order[: max(self.sizes, default=0)]
+        return self.order[: self.sizes[0] if self.sizes else 0]
 
     def draft(
         self, hidden: Tensor, *, compute_logits: Callable[[Tensor], Tensor], ops: Ops, advance: Advance
@@ -85,17 +85,16 @@ class DraftChain:
 
         Returns:
             `by_row` [sum of counts]: all of them, row after row. For each of `drafting`, `last_drafts`: its last one,
-            and `counts`: how many it has.
+            and `num_places`: how many tokens are drawn if all of its drafts are accepted.
         """
-        counts = self.counts[self.order].astype(np.int64)
-        has_draft = np.arange(len(self.sizes))[:, None] < counts
-        by_place = np.zeros(has_draft.shape, np.int64)
-        by_place[has_draft] = np.arange(has_draft.sum())
-        by_row = np.empty_like(by_place.T)
-        by_row[self.order] = by_place.T
-        counts = counts[: len(self.drafting)]
+        places = np.arange(len(self.sizes))
+        # Of the drafts at each place, that of the first row in order.
+        firsts = np.array(self.sizes, np.int64).cumsum() - self.sizes
+        ranks = np.empty_like(self.order)
+        ranks[self.order] = np.arange(len(ranks))
+        counts = self.counts[self.drafting].astype(np.int64)
         return {
-            "by_row": by_row[np.arange(len(self.sizes)) < self.counts[:, None]],
-            "last_drafts": by_place[counts - 1, np.arange(len(counts))],
-            "counts": counts,
+            "by_row": (ranks[:, None] + firsts)[places < self.counts[:, None]],
+            "last_drafts": firsts[counts - 1] + np.arange(len(counts)),
+            "num_places": counts + 1,
         }

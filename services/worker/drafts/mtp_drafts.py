@@ -14,10 +14,10 @@ from typing_extensions import override
 from services.worker.batch.decodes import Drafts
 from services.worker.batch.enter_checks import BatchLimits
 from services.worker.batch.step_input import StepInput
-from services.worker.drafts.device_passes import DevicePasses, Sequences
+from services.worker.drafts.device_passes import DevicePasses, PlacedPasses, Sequences
 from services.worker.drafts.drafter import ComputedTokens, DraftProposer, DraftRows, Observe
 from services.worker.drafts.greedy_drafts import DraftChain
-from services.worker.drafts.token_runs import ForwardPass, TokenRuns
+from services.worker.drafts.token_runs import TokenRuns
 from services.worker.forward.forward_context import get_forward_context
 from services.worker.forward.kv_cache import KvCache
 from services.worker.forward.staging import HostArrays, upload_arrays
@@ -113,32 +113,33 @@ class MtpProposer(DraftProposer):
         chain = DraftChain.make(rows.counts_in_room())
         drafting = chain.drafting
         arrays = {"slots": rows.slots[drafting].astype(np.int64), **chain.arrays()}
-        sequences = Sequences(rows.block_tables()[drafting], rows.ends(self._limits)[drafting])
+        ends = rows.ends(self._limits)[drafting]
+        sequences = Sequences(rows.block_tables()[drafting], ends, np.ones_like(ends))
 
         def compute(columns: SlotColumns) -> Tensor:
             assert self._kv_cache is not None, "drafts before the first epoch"
             passes = DevicePasses(self._ops, self._kv_cache, sequences, arrays)
             # The first draft is combined with the hidden state of the token just before it, the last one.
-            passes.begin(columns.position.index_select(0, passes.arrays["slots"]), len(chain.sizes) - 1)
-            return self._draft(chain, passes)
+            firsts = columns.position.index_select(0, passes.arrays["slots"])
+            return self._draft(chain, passes.place_tokens(firsts, len(chain.sizes) - 1), passes.arrays)
 
         return Drafts.on_device(chain.counts, compute)
 
-    def _draft(self, chain: DraftChain, passes: DevicePasses) -> Tensor:
+    def _draft(self, chain: DraftChain, passes: PlacedPasses, arrays: dict[str, Tensor]) -> Tensor:
         """Compute a chain's drafts, row after row."""
 
         def advance(token_ids: Tensor, hidden: Tensor, num_drafted: int) -> Tensor:
             layer = min(num_drafted, self._layers.num_layers - 1)
-            return passes.compute(num_drafted - 1, len(token_ids), partial(forward, hidden, token_ids, layer=layer))
+            return passes.compute(partial(forward, hidden, token_ids, layer=layer), num_drafted - 1, len(token_ids))
 
         def forward(hidden: Tensor, token_ids: Tensor, positions: Tensor, layer: int) -> Tensor:
             if self._layers.num_shared_positions:
-                get_forward_context().selection.pin(self._selected[passes.arrays["slots"][: len(positions)]])
+                get_forward_context().selection.pin(self._selected[arrays["slots"][: len(positions)]])
             return self._layers.forward(hidden, token_ids, positions, layer)
 
-        first = self._last[0].index_select(0, passes.arrays["slots"])
+        first = self._last[0].index_select(0, arrays["slots"])
         drafts = chain.draft(first, compute_logits=self._layers.compute_logits, ops=self._ops, advance=advance)
-        return drafts[passes.arrays["by_row"]]
+        return drafts[arrays["by_row"]]
 
     def _make_room(self, hidden: Tensor) -> None:
         """Size and dtype are known with the epoch's first step."""
@@ -149,9 +150,9 @@ class MtpProposer(DraftProposer):
     def _compute_known(self, known: _KnownTokens, computed: ComputedTokens) -> None:
         """Run all layers over `known`, which are those of a step."""
         assert self._kv_cache is not None, "drafts before the first epoch"
-        tables, others = known.block_tables, known.arrays()
-        its_pass = ForwardPass(self._ops, self._kv_cache, known.runs, block_tables=tables, others=others)
-        arrays = its_pass.arrays
+        sequences = Sequences.of_runs(known.runs, known.block_tables)
+        passes = DevicePasses(self._ops, self._kv_cache, sequences, known.arrays())
+        arrays = passes.arrays
         starts, lasts, slots = (arrays[name] for name in ("starts", "lasts", "slots"))
         token_ids = arrays["token_ids"].index_copy(0, arrays["drawn"], computed.drawn)
         if computed.counts is not None:
@@ -172,7 +173,7 @@ class MtpProposer(DraftProposer):
                 self._last[layer, slots] = its_states[lasts]
             return states
 
-        its_pass.compute(forward)
+        passes.place_runs(arrays["firsts"]).compute(forward)
 
     def _selection_of(self, rows: Tensor, positions: Tensor) -> Tensor:
         """What some tokens of the running pass attended to, [num_rows, num_shared_positions] int64."""
@@ -233,8 +234,9 @@ class _KnownTokens:
         )
 
     def arrays(self) -> HostArrays:
-        """What the layers need on the device besides what `ForwardPass` uploads itself."""
+        """What the layers need on the device besides what `Sequences` names itself."""
         return {
+            "firsts": self.runs.first_positions,
             "slots": self.slots,
             "places": self.places,
             "token_ids": self.token_ids,

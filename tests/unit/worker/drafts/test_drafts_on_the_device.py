@@ -253,8 +253,8 @@ def test_kernels_that_are_told_bounds_draft_the_same(
 
 
 def test_a_place_one_draft_late_is_seen_in_the_drafts(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = DevicePasses.begin
-    monkeypatch.setattr(DevicePasses, "begin", lambda self, firsts, num_passes: begin(self, firsts + 1, num_passes))
+    place = DevicePasses.place_tokens
+    monkeypatch.setattr(DevicePasses, "place_tokens", lambda self, firsts, num: place(self, firsts + 1, num))
     runner = make_runner(loaded, num_blocks=200, drafting=Drafting(by_mtp(loaded), 4))
     driver = WorkerDriver(runner, seed=5, max_chunk=7)
     with pytest.raises(InternalError) as raised:
