@@ -1,7 +1,8 @@
 """Every architecture against transformers in float32: logits, and greedy tokens in every way of computing them.
 
 `make test` and `make test-slow` together compute every configuration on one backend, every architecture on all of them,
-and the ways of computing by pairs. `make proofs` has the products of configurations with backends and with ways.
+and the ways of computing by pairs. `make proofs` has the products of configurations with backends and with ways; there
+the backends include every set of instructions that this machine has.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import pytest
 
 from services.worker.ops import BACKEND_NAMES
 from tests.support.models.generation import Way, generate
-from tests.support.models.parity import SmallModels, make_prompts, wrong_rows, wrong_tokens
+from tests.support.models.parity import NATIVE_WITH_LESS, SmallModels, make_prompts, wrong_rows, wrong_tokens
 from tests.support.models.small_configs import ARCHITECTURES, SMALL_CONFIGS
 from tests.support.pairwise import pairwise_rows
 
@@ -47,7 +48,7 @@ def logits_cases() -> list[Any]:
         )
         for architecture in ARCHITECTURES
         for number, variant in enumerate(SMALL_CONFIGS[architecture])
-        for turn, backend in enumerate(BACKEND_NAMES)
+        for turn, backend in enumerate((*BACKEND_NAMES, *NATIVE_WITH_LESS))
     ]
 
 
@@ -93,7 +94,8 @@ def greedy_cases() -> list[Any]:
         later = (pytest.mark.slow, pytest.mark.proof, pytest.mark.proof)
         marks = [()] * NUM_FAST_ROWS + [later[number % 3] for number in range(len(rows) - NUM_FAST_ROWS)]
         cases += [greedy_case(architecture, *each) for each in zip(rows, marks, strict=True)]
-        rows = pairwise_rows({"variant": variants, **WAY_FACTORS}, seed=1)
+        backends = (*BACKEND_NAMES, *NATIVE_WITH_LESS)
+        rows = pairwise_rows({"variant": variants, **WAY_FACTORS, "backend": backends}, seed=1)
         cases += [greedy_case(architecture, row, pytest.mark.proof, prefix="proof-") for row in rows]
     return cases
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from services.worker.models.loader import load_model
 from services.worker.ops import load_ops
+from services.worker.ops.native.isa import available_isas
 from tests.support.models.paged_model import PagedModel
 from tests.support.models.small_configs import VOCABULARY_SIZE
 from tests.support.models.small_models import build_small_model, write_small_model
@@ -26,6 +27,8 @@ TIE = 1e-5
 NUDGE = 1e-7
 NUM_NUDGES = 3
 MAX_NUM_TOKENS = 2048
+# The native backend with less than this machine has; with all of it it is called `native`.
+NATIVE_WITH_LESS = tuple(f"native {isa.value}" for isa in available_isas()[:-1])
 
 
 def make_prompts(lengths: Sequence[int], *, seed: int = 3) -> list[list[int]]:
@@ -81,7 +84,7 @@ class SmallModel:
     directory: Path
 
     def load(self, backend: str, *, block_size: int = 16) -> PagedModel:
-        """Load our model from the checkpoint."""
+        """As `load_paged`."""
         return load_paged(self.directory, backend, block_size=block_size)
 
 
@@ -103,8 +106,12 @@ class SmallModels:
 
 
 def load_paged(model_dir: Path, backend: str, *, block_size: int = 16) -> PagedModel:
-    """Load our model of a checkpoint in float32."""
-    ops = load_ops(backend)
+    """Load our model of a checkpoint in float32.
+
+    Args:
+        backend: The backend's name, which may be followed by instructions: `native avx2`.
+    """
+    ops = load_ops(*backend.split())
     loaded = load_model(model_dir, ops, torch.float32, lambda _: None)
     return PagedModel(loaded.model, ops, num_blocks=MAX_NUM_TOKENS // block_size + 64, block_size=block_size)
 

@@ -183,6 +183,46 @@ def test_a_rows_bits_depend_on_neither_its_batch_nor_the_threads(isa: Isa, kind:
         assert torch.equal(kernel(x[:7]), expected[:7])
 
 
+def check_that_its_batch_changes_no_bit_of_a_row(isa: Isa, case: Case, row: int) -> None:
+    ops, x = NativeOps(isa), case.x()
+    kernel = ops.prepare_linear(case.weight(), case.bias(), case.dtype)
+    ops.use_threads(case.num_threads)
+    assert torch.equal(kernel(x)[row : row + 1], kernel(x[row : row + 1].clone()))
+
+
+def cases_with_a_row() -> st.SearchStrategy[tuple[Case, int]]:
+    """Matrices that tiles multiply where there are some, with any number of rows, and one of these."""
+    some = st.builds(
+        Case,
+        kind=st.sampled_from([FLOAT, INT8]),
+        dtype=st.just(torch.bfloat16),
+        num_rows=st.integers(1, 70) | st.integers(1, 1100),
+        num_inputs=st.sampled_from([1, 32, 95, 576]),
+        num_outputs=st.sampled_from([1, 33, 200]),
+        group_size=st.just(4096),
+        num_threads=st.integers(1, 3),
+        seed=st.integers(0, 1000),
+    )
+    return some.flatmap(lambda case: st.tuples(st.just(case), st.integers(0, case.num_rows - 1)))
+
+
+@every_isa
+@given(case_and_row=cases_with_a_row())
+@settings(deadline=None)
+def test_what_multiplies_a_matrix_is_chosen_by_the_matrix_and_not_by_the_number_of_rows(
+    isa: Isa, case_and_row: tuple[Case, int]
+) -> None:
+    check_that_its_batch_changes_no_bit_of_a_row(isa, *case_and_row)
+
+
+@pytest.mark.proof
+@every_isa
+@given(case_and_row=cases_with_a_row())
+@settings(max_examples=3000, deadline=None)
+def test_so_it_is_for_thousands_of_matrices(isa: Isa, case_and_row: tuple[Case, int]) -> None:
+    check_that_its_batch_changes_no_bit_of_a_row(isa, *case_and_row)
+
+
 @every_isa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [FLOAT, INT8])
