@@ -82,19 +82,17 @@ class DpMetadata:
 UNCOUPLED = DpMetadata()
 
 
+@dataclass(slots=True)
 class ContextSelection:
     """The positions that a pass's tokens attend to in sparse attention, as the latest layer with an indexer selected.
 
     Layers without one attend to the same. Nothing is kept from one pass to the next, unless the next one is `pinned`.
     """
 
-    __slots__ = ("is_pinned", "positions")
-
-    def __init__(self) -> None:
-        self.positions: Tensor | None = None
-        """What `Ops.select_context` returned; None means that every token attends to all tokens up to itself."""
-        self.is_pinned = False
-        """Whether all layers take `positions` as they are."""
+    positions: Tensor | None = None
+    """What `Ops.select_context` returned; None means that every token attends to all tokens up to itself."""
+    is_pinned: bool = False
+    """Whether all layers take `positions` as they are."""
 
     def pin(self, positions: Tensor) -> None:
         """Let all layers attend to `positions`, whatever an indexer would select."""

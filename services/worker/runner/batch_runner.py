@@ -8,15 +8,14 @@ import numpy as np
 import torch
 
 from services.worker.batch.device_batch import DeviceBatch
-from services.worker.batch.enter_checks import require
 from services.worker.batch.input_batch import InputBatch
 from services.worker.batch.step_input import StepInput
 from services.worker.drafts.drafted_states import ModelStates
 from services.worker.drafts.drafter import DraftProposer
-from services.worker.forward.forward_context import DpMetadata
 from services.worker.forward.kv_cache import KvCache
-from services.worker.runner.graphs.step_graphs import DecodeGraph, DraftGraph, StepGraphs
+from services.worker.runner.graphs.step_graphs import StepGraphs
 from services.worker.runner.rank import Rank
+from services.worker.runner.steps.coupling import Coupling
 from services.worker.runner.steps.pending_step import PendingStep
 from services.worker.runner.steps.step_arrays import StepArrays
 from services.worker.runner.steps.step_job import JobResults, StepJob
@@ -24,7 +23,6 @@ from services.worker.runner.steps.step_states import states_in_steps
 from services.worker.runner.steps.step_work import StepWork
 from services.worker.runner.stream import EnqueuedWork
 from services.worker.sampling.row_options import NO_OPTIONS, RowOptions
-from shared.errors import StepMismatchError
 from shared.step.step import Step
 
 
@@ -63,9 +61,7 @@ class BatchRunner:
         """
         self._rank = rank
         self._stream = rank.stream
-        layout = rank.layout
-        self._num_coupled, self._dp_rank = layout.dp_size if layout.is_coupled else 0, layout.dp_rank
-        self._graphs = graphs
+        self._coupling = Coupling(rank.layout, graphs)
         self._batch = batch
         draws = None if graphs is None else graphs.decodes.draw_rows
         columns = DeviceBatch(rank.ops, batch.limits, rank.device, decode_draws=draws)
@@ -99,8 +95,7 @@ class BatchRunner:
         if self._unrecorded is not None:
             self._record_sampled(self._unrecorded, step)
         step_input = self._batch.finish(planned)
-        dp = self._dp_metadata(step, step_input.num_tokens)
-        job = self._make_job(step_input, dp)
+        job = self._make_job(step, step_input)
         job.staging.pack(self._arrays.of(job))
         enqueued.append(self._stream.enqueue(partial(self._work.compute, job)))
         pending = PendingStep(step, job, enqueued, self._rank, is_computed=not self._stream.is_async)
@@ -120,12 +115,13 @@ class BatchRunner:
             self._learn_tokens()
         return pending
 
-    def _make_job(self, step_input: StepInput, dp: DpMetadata) -> StepJob:
+    def _make_job(self, step: Step, step_input: StepInput) -> StepJob:
+        dp, graph = self._coupling.plan(step, step_input)
         return StepJob(
             step_input=step_input,
             staging=self._stream.claim_staging(),
             dp=dp,
-            graph=self._graph(step_input, dp),
+            graph=graph,
             options=RowOptions.of(self._batch.sampling(step_input)) if step_input.has_options else NO_OPTIONS,
             results=JobResults(),
         )
@@ -153,44 +149,3 @@ class BatchRunner:
         pending, self._unlearned = self._unlearned, None
         if pending is not None and pending.edited is not None:
             pending.edited.append(pending.drawn()[pending.edited.numbers])
-
-    def _graph(self, step_input: StepInput, dp: DpMetadata) -> DecodeGraph | DraftGraph | None:
-        """See `StepJob.graph`; coupled ranks are told.
-
-        Raises:
-            StepMismatchError: there is no such graph, or it does not hold the step.
-        """
-        graphs = self._graphs
-        if not dp.num_tokens_across_dp:
-            return None if graphs is None else graphs.graph_for(step_input)
-        if not dp.graph_batch_size:
-            return None
-        if graphs is None or dp.graph_batch_size not in graphs.decodes.sizes:
-            raise StepMismatchError("graph_batch_size is not one of the captured sizes")
-        is_decode = not step_input.is_prefill and step_input.draft_counts is None
-        require(is_decode and step_input.num_tokens <= dp.graph_batch_size, "the step does not fit its graph")
-        return DecodeGraph(graphs.decodes, dp.graph_batch_size)
-
-    def _dp_metadata(self, step: Step, num_tokens: int) -> DpMetadata:
-        """What coupled ranks compute in this step, checked against this rank's `num_tokens`.
-
-        If it differed, partners would be left waiting in a collective.
-
-        Raises:
-            StepMismatchError: the numbers do not fit.
-        """
-        counts = step.num_tokens_across_dp
-        require(
-            len(counts) == self._num_coupled,
-            "num_tokens_across_dp must have one entry per coupled DP rank",
-            num_ranks=len(counts),
-        )
-        require(bool(counts) or not step.graph_batch_size, "graph_batch_size needs coupled ranks")
-        if counts:
-            require(min(counts) > 0, "num_tokens_across_dp has a rank that computes nothing")
-            require(
-                counts[self._dp_rank] == num_tokens,
-                "num_tokens_across_dp differs from the number of tokens that the step computes",
-                num_tokens=num_tokens,
-            )
-        return DpMetadata(counts, step.graph_batch_size)

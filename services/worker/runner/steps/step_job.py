@@ -12,9 +12,9 @@ from torch import Tensor
 from services.worker.batch.step_input import StepInput
 from services.worker.forward.forward_context import DpMetadata
 from services.worker.forward.staging import Staging
-from services.worker.runner.graphs.step_graphs import DecodeGraph, DraftGraph
 from services.worker.runner.pooling import PromptVectors
 from services.worker.runner.prompt_logprobs import PromptScores
+from services.worker.runner.steps.coupling import StepGraph
 from services.worker.sampling.logprobs import ScoreTensors
 from services.worker.sampling.row_options import RowOptions, ScoredPlaces
 from services.worker.sampling.runs import Runs
@@ -68,7 +68,7 @@ class StepJob:
     step_input: StepInput
     staging: Staging
     dp: DpMetadata
-    graph: DecodeGraph | DraftGraph | None
+    graph: StepGraph | None
     """The graph that computes it; None if none does."""
     options: RowOptions
     """The options of the rows."""
