@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,7 +49,8 @@ def upload_arrays(arrays: HostArrays, device: torch.device) -> dict[str, Tensor]
 class Staging(Protocol):
     """The arrays of one step on their way to the device, and its results on their way back.
 
-    `pack` belongs to the launch; `upload` and `download` to the step's work on the device; `read` is called after it.
+    `pack` belongs to the launch; `upload` and `download` to the step's work on the device; `read` is called once, after
+    it, and then the staging may serve another step.
     """
 
     def pack(self, arrays: HostArrays) -> None:
@@ -64,12 +66,12 @@ class Staging(Protocol):
         """What was downloaded. It belongs to the caller."""
 
 
+@dataclass(slots=True)
 class SharedStaging(Staging):
     """Staging where the host is the device: nothing is copied."""
 
-    def __init__(self) -> None:
-        self._arrays: HostArrays = {}
-        self._results: Sequence[Tensor] = ()
+    _arrays: HostArrays = field(default_factory=dict)
+    _results: Sequence[Tensor] = ()
 
     def pack(self, arrays: HostArrays) -> None:
         """See `Staging`; the arrays must not be written afterwards."""
@@ -89,15 +91,14 @@ class SharedStaging(Staging):
 
 
 class PinnedStaging(Staging):
-    """One piece of host memory each way, so that a step needs one transfer to the device. See `Staging`.
-
-    It may serve another step only when the work of this one is done and its results were read.
-    """
+    """One piece of host memory each way, so that a step needs one transfer to the device. See `Staging`."""
 
     def __init__(self, device: torch.device, *, is_pinned: bool) -> None:
         """Memory that is not pinned cannot be copied while the host goes on: for devices that are threads."""
         self._device = device
         self._is_pinned = is_pinned
+        self.give_back: Callable[[PinnedStaging], None] = lambda _: None
+        """Called once it was read."""
         self._outgoing = torch.empty(0, dtype=torch.uint8)
         self._incoming = torch.empty(0, dtype=torch.uint8)
         self._places: list[tuple[str, int, npt.NDArray[Any]]] = []
@@ -136,7 +137,9 @@ class PinnedStaging(Staging):
 
     @override
     def read(self) -> list[npt.NDArray[Any]]:
-        return [result.numpy().copy() for result in self._results]
+        results = [result.numpy().copy() for result in self._results]
+        self.give_back(self)
+        return results
 
     def _at_least(self, num_bytes: int, memory: Tensor) -> Tensor:
         if num_bytes <= memory.nbytes:

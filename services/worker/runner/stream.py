@@ -43,10 +43,7 @@ class Stream(Protocol):
         """Return when the device has computed all that was enqueued."""
 
     def claim_staging(self) -> Staging:
-        """Staging for the work that is enqueued next."""
-
-    def return_staging(self, staging: Staging) -> None:
-        """Give back what work used that was waited for. From any thread."""
+        """Staging for the work that is enqueued next; read, from any thread, once that was waited for."""
 
 
 class HostStream(Stream):
@@ -68,10 +65,6 @@ class HostStream(Stream):
     def claim_staging(self) -> Staging:
         return SharedStaging()
 
-    @override
-    def return_staging(self, staging: Staging) -> None:
-        pass
-
 
 class StagingPool:
     """Staging for all work in flight: each is used again only after its work was computed."""
@@ -80,18 +73,16 @@ class StagingPool:
         """`is_pinned` makes copies to a GPU asynchronous."""
         self._device = device
         self._is_pinned = is_pinned
-        self._free: SimpleQueue[Staging] = SimpleQueue()
+        self._free: SimpleQueue[PinnedStaging] = SimpleQueue()
 
-    def claim(self) -> Staging:
-        """Staging that no work uses."""
+    def claim(self) -> PinnedStaging:
+        """Staging that no work uses, until it is read."""
         try:
             return self._free.get_nowait()
         except Empty:
-            return PinnedStaging(self._device, is_pinned=self._is_pinned)
-
-    def put_back(self, staging: Staging) -> None:
-        """Take it back, from any thread."""
-        self._free.put(staging)
+            staging = PinnedStaging(self._device, is_pinned=self._is_pinned)
+            staging.give_back = self._free.put
+            return staging
 
 
 class CudaStream(Stream):
@@ -118,10 +109,6 @@ class CudaStream(Stream):
     @override
     def claim_staging(self) -> Staging:
         return self._staging.claim()
-
-    @override
-    def return_staging(self, staging: Staging) -> None:
-        self._staging.put_back(staging)
 
 
 class _HostWork(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,17 @@ _Array = npt.NDArray[Any]
 _NO_TOKENS: Int32Column = np.empty(0, np.int32)
 
 
+class _Downloads(NamedTuple):
+    """What a step has downloaded."""
+
+    drawn: npt.NDArray[np.int64]
+    sampled: SampledTokens
+    """Without what else the rows' options ask for."""
+    others: list[_Array]
+    """The rest, in the order of `JobResults.tensors`."""
+    device_time_us: int
+
+
 @dataclass(slots=True)
 class PendingStep:
     """A step that was launched. `finish` is called once, the others any number of times, all from any thread."""
@@ -44,20 +55,15 @@ class PendingStep:
     """Whether `finish` returns at once, for certain."""
     edited: EditedRows | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _arrays: list[_Array] | None = None
-    _device_time_us: int = 0
+    _downloads: _Downloads | None = None
 
     def drawn(self) -> npt.NDArray[np.int64]:
         """[num_places], the tokens that the device drew, -1 where logits are not finite. Waits as `finish` does."""
-        arrays = self._read()
-        return np.empty(0, np.int64) if self.job.results.drawn is None else arrays[-1]
+        return self._read().drawn
 
     def sampled(self) -> SampledTokens:
         """The rows' tokens, without what else their options ask for. Waits as `finish` does."""
-        arrays, results = self._read(), self.job.results
-        if results.drawn is None:
-            return SampledTokens(_NO_TOKENS, _NO_TOKENS)
-        return SampledTokens.of(arrays[-1]) if results.counts is None else self.job.runs.cut(arrays[-1], arrays[-2])
+        return self._read().sampled
 
     def finish(self) -> StepResult:
         """Wait for the device, without spinning, read the results and count the step.
@@ -67,9 +73,10 @@ class PendingStep:
         """
         step, step_input, results = self.step, self.job.step_input, self.job.results
         with reported(step):
-            sampled, arrays = self.sampled(), iter(self._read())
+            drawn, sampled, others, device_time_us = self._read()
+            arrays = iter(others)
             if step_input.has_options and results.drawn is not None:
-                sampled = self._with_options(sampled, self.drawn(), arrays)
+                sampled = self._with_options(sampled, drawn, arrays)
             if step_input.row_numbers is not None:
                 sampled = sampled.of_some(step_input.row_numbers, step_input.num_result_rows)
             prompts = [(each.slot, make_logprobs(_take(arrays, 3), each.indexes)) for each in results.prompts]
@@ -81,7 +88,7 @@ class PendingStep:
                 token_ids=sampled.token_ids,
                 not_finite_rows=sampled.not_finite_rows,
                 failed_grammar_rows=sampled.failed_grammar_rows,
-                device_time_us=self._device_time_us,
+                device_time_us=device_time_us,
                 counts=sampled.counts,
                 num_draft_tokens=len(step_input.draft_token_ids),
                 logprobs=sampled.logprobs,
@@ -89,17 +96,19 @@ class PendingStep:
                 not_finite_saves=not_finite,
                 vectors=tuple(vectors),
             )
-        self.rank.totals.add(step, num_tokens=step_input.num_tokens, device_time_us=self._device_time_us)
+        self.rank.totals.add(step, num_tokens=step_input.num_tokens, device_time_us=device_time_us)
         return result
 
-    def _read(self) -> list[_Array]:
-        """What the step downloaded."""
+    def _read(self) -> _Downloads:
         with self._lock:
-            if self._arrays is None:
-                self._device_time_us = sum(work.wait() for work in self.enqueued)
-                self._arrays = self.job.staging.read()
-                self.rank.stream.return_staging(self.job.staging)
-            return self._arrays
+            if self._downloads is None:
+                device_time_us = sum(work.wait() for work in self.enqueued)
+                others, results = self.job.staging.read(), self.job.results
+                drawn = np.empty(0, np.int64) if results.drawn is None else others.pop()
+                counts = None if results.counts is None else others.pop()
+                sampled = SampledTokens.of(drawn) if counts is None else self.job.runs.cut(drawn, counts)
+                self._downloads = _Downloads(drawn, sampled, others, device_time_us)
+            return self._downloads
 
     def _with_options(
         self, sampled: SampledTokens, drawn: npt.NDArray[np.int64], arrays: Iterator[_Array]

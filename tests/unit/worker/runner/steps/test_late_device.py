@@ -136,12 +136,8 @@ class TooEarlyPool(StagingPool):
         self._only = PinnedStaging(torch.device("cpu"), is_pinned=False)
 
     @override
-    def claim(self) -> Staging:
+    def claim(self) -> PinnedStaging:
         return self._only
-
-    @override
-    def put_back(self, staging: Staging) -> None:
-        pass
 
 
 def test_staging_that_was_reused_too_early_would_change_tokens(loaded: LoadedModel) -> None:
@@ -162,9 +158,10 @@ def test_staging_is_used_again_after_its_step(loaded: LoadedModel) -> None:
     claimed: list[Staging] = []
 
     class CountingPool(StagingPool):
-        def claim(self) -> Staging:
-            claimed.append(super().claim())
-            return claimed[-1]
+        def claim(self) -> PinnedStaging:
+            staging = super().claim()
+            claimed.append(staging)
+            return staging
 
     stream = LateStream(CountingPool(torch.device("cpu"), is_pinned=False))
     runner = make_runner(loaded, num_blocks=400, execution=Execution(stream=stream))

@@ -93,9 +93,6 @@ class MetaStream:
         """See `Stream`."""
         return UnreadStaging(META, is_pinned=False)
 
-    def return_staging(self, staging: Staging) -> None:
-        """See `Stream`."""
-
 
 class MetaWork:
     """See `EnqueuedWork`."""
