@@ -19,7 +19,7 @@ _NUM_FUNCTIONS = {
     "decode: worker": 123,
     "decode: tokenizer": 25,
     "drafted step: scheduler": 92,
-    "drafted step: worker": 141,
+    "drafted step: worker": 137,
     "drafted step: tokenizer": 25,
 }
 

@@ -58,7 +58,7 @@ class EditedRuns:
 
     def failed_rows(self) -> _Numbers:
         """The rows with a grammar that could not be followed further."""
-        return self._runs.rows()[np.sort(self._failed).astype(np.int64)]
+        return self._runs.rows[np.sort(self._failed).astype(np.int64)]
 
     def _is_free(self, place: int) -> bool:
         is_costly = self._draws_in_order and self._places.temperature[place] >= GREEDY_TEMPERATURE

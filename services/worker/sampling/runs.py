@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from services.worker.forward.staging import HostArrays
 from shared.step.columns import Int32Column
 from shared.step.logprobs import Logprobs
 
@@ -83,47 +82,32 @@ class Runs:
     firsts: _Numbers  # [num_rows], ascending
     wanted: _Numbers
     """[num_places], as in `DeviceRuns`; 0 for drafts that the device computes."""
+    rows: _Numbers
+    """[num_places], each place's row."""
+    offsets: _Numbers
+    """[num_places], how many places of its run come before each."""
 
     @classmethod
     def of(cls, num_rows: int, draft_counts: Int32Column | None, draft_token_ids: Int32Column) -> Runs:
         """The runs of rows with these drafts, row after row; without counts none has any."""
-        if draft_counts is None:
-            return cls(np.arange(num_rows), np.full(num_rows, -1, np.int64))
-        lasts = np.cumsum(draft_counts + 1, dtype=np.int64) - 1
-        wanted = np.full(len(draft_token_ids) + num_rows, -1, np.int64)
+        lengths = np.ones(num_rows, np.int64) if draft_counts is None else draft_counts + np.int64(1)
+        ends = np.cumsum(lengths)
+        firsts, wanted = ends - lengths, np.full(len(draft_token_ids) + num_rows, -1, np.int64)
         has_draft = np.ones(len(wanted), np.bool_)
-        has_draft[lasts] = False
+        has_draft[ends - 1] = False
         wanted[has_draft] = draft_token_ids
-        return cls(lasts - draft_counts, wanted)
+        rows = np.repeat(np.arange(num_rows), lengths)
+        return cls(firsts, wanted, rows, np.arange(len(wanted)) - firsts[rows])
 
     def lengths(self) -> _Numbers:
         """[num_rows], places of each run."""
         return np.diff(self.firsts, append=len(self.wanted))
 
-    def rows(self) -> _Numbers:
-        """[num_places], each place's row."""
-        return np.repeat(np.arange(len(self.firsts)), self.lengths())
-
-    def offsets(self) -> _Numbers:
-        """[num_places], how many places of its run come before each."""
-        offsets: _Numbers = np.arange(len(self.wanted)) - self.firsts[self.rows()]
-        return offsets
-
     def drafted(self) -> _Numbers:
         """[num_drafts], the places whose next one was computed with a draft, row after row."""
         return np.flatnonzero(self.wanted >= 0)
 
-    def accepted(self, counts: Int32Column) -> _Numbers:
-        """The first `counts` [num_rows] places of each run, row after row."""
-        starts = np.cumsum(counts, dtype=np.int64) - counts
-        places: _Numbers = np.repeat(self.firsts - starts, counts) + np.arange(counts.sum())
-        return places
-
     def cut(self, drawn: _Numbers, counts: _Numbers) -> SampledTokens:
         """The tokens of what was drawn at each place; `counts` [num_rows] are those of `Ops.accept`."""
-        num_tokens = counts.astype(np.int32)
-        return SampledTokens.of(drawn[self.accepted(num_tokens)], drawn[self.firsts], num_tokens)
-
-    def arrays(self) -> HostArrays:
-        """What `DeviceRuns` are uploaded from."""
-        return {"run_firsts": self.firsts, "run_wanted": self.wanted}
+        counted = drawn[self.offsets < counts[self.rows]]
+        return SampledTokens.of(counted, drawn[self.firsts], counts.astype(np.int32))

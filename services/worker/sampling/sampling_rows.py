@@ -58,14 +58,14 @@ class SamplingRows:
 
     def by_place(self, runs: Runs) -> SamplingRows:
         """[num_places], a row without drafts for each place of the rows' `runs`."""
-        row = runs.rows()
+        row = runs.rows
         return SamplingRows(
             temperature=self.temperature[row],
             top_k=self.top_k[row],
             top_p=self.top_p[row],
             seed=self.seed[row],
             choice=self.choice[row],
-            position=self.position[row] + runs.offsets(),
+            position=self.position[row] + runs.offsets,
             states={
                 place: self.states[its_row] for place, its_row in enumerate(row.tolist()) if its_row in self.states
             },

@@ -147,7 +147,7 @@ def sample_with(ops: Ops, logits: Tensor, drafted: RowsWithDrafts) -> SampledTok
     sampler, rows, runs = Sampler(ops, logits.device), drafted.rows, drafted.runs
     there = DeviceRuns(to_device(runs.firsts, logits.device), to_device(runs.wanted, logits.device))
     places, options = rows.by_place(runs), RowOptions.of(rows)
-    is_edited = np.isin(runs.rows(), options.edited)
+    is_edited = np.isin(runs.rows, options.edited)
     # Those that are drawn again cost as little as possible before.
     places = replace(places, temperature=np.where(is_edited, np.float32(0), places.temperature))
     draws = places.draw_rows(logits.device)
@@ -162,7 +162,7 @@ def sample_with(ops: Ops, logits: Tensor, drafted: RowsWithDrafts) -> SampledTok
     sampled = replace(sampled, failed_grammar_rows=failed_rows.astype(np.int32))
     scored = options.scored_places(runs, runs.lengths())
     is_good = scored.is_counted(sampled.counts) & np.isin(
-        runs.rows()[scored.places], sampled.not_finite_rows, invert=True
+        runs.rows[scored.places], sampled.not_finite_rows, invert=True
     )
     if not is_good.any():
         return sampled

@@ -38,15 +38,15 @@ class StepArrays:
         if logit_tokens is not None:
             arrays["logit_tokens"] = logit_tokens
         if step_input.draft_counts is not None:
-            row = job.runs.rows()
-            arrays["place_slots"] = arrays["row_slots"][row]
-            arrays["place_positions"] = step_input.row_positions[row] + job.runs.offsets()
-            arrays |= job.runs.arrays()
+            runs = job.runs
+            arrays["place_slots"] = arrays["row_slots"][runs.rows]
+            arrays["place_positions"] = step_input.row_positions[runs.rows] + runs.offsets
+            arrays |= {"run_firsts": runs.firsts, "run_wanted": runs.wanted}
             if step_input.chosen_drafts is not None:
                 arrays["chosen_drafts"] = step_input.chosen_drafts
             if step_input.device_drafts is not None:
                 # Decodes are a step's first sequences, so their tokens are its first ones too.
-                arrays["drafted_places"] = job.runs.drafted()
+                arrays["drafted_places"] = runs.drafted()
         if padded is not None:
             return arrays | padded.graphs.pad(step_input, padded.size)
         if step_input.num_decodes and not self._has_drafts:
