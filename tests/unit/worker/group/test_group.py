@@ -5,7 +5,7 @@ import contextlib
 import logging
 import threading
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lockstep.internal.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.config import WorkerSettings
+from services.worker.group.link import checksum
 from services.worker.group.meeting import NotMetError
 from services.worker.group.member import Member
 from services.worker.models.loader import LoadedModel
@@ -29,8 +30,10 @@ from shared.errors import GroupMismatchError
 from shared.network.rpc import make_channel, make_server
 from shared.network.statuses import reason_of, status_from_rpc_error
 from shared.release import find_release
+from shared.step.step import StepResult
 from tests.support.worker.worker_runner import WrappedModel, generate_alone, make_runner
 from tests.support.worker.worker_steps import (
+    column,
     decode_step,
     heartbeat_request,
     make_enter,
@@ -119,8 +122,12 @@ class Domain:
         leader = await self.start()
         member = await self.start_member(num_blocks=num_member_blocks)
         await wait_until_open(leader, member)
-        channel = await self.stack.enter_async_context(make_channel(leader.address, internal=True))
-        return worker_pb2_grpc.WorkerServiceStub(channel), leader, member
+        return await self.stub(), leader, member
+
+    async def stub(self) -> Any:
+        """The WorkerService of the domain's first leader."""
+        channel = await self.stack.enter_async_context(make_channel(self.leader_address, internal=True))
+        return worker_pb2_grpc.WorkerServiceStub(channel)
 
     async def meet_by_hand(self, **changes: Any) -> Any:
         """A Meet call of the second process of a group of two, with `changes`."""
@@ -431,6 +438,43 @@ async def test_ranks_that_draw_different_tokens_end_the_domain(
     assert fields["own_checksum"] == zlib.crc32(token.to_bytes(4, "little"))
     assert fields["tp_rank"] == differing
     assert fields["checksum"] == zlib.crc32((token ^ 1).to_bytes(4, "little"))
+
+
+def checksum_without_counts(result: StepResult) -> int:
+    return checksum(replace(result, counts=None))
+
+
+async def answer_despite_other_counts(
+    domain: Domain, loaded: LoadedModel, checksum_of: Callable[[StepResult], int] = checksum
+) -> Any:
+    """A leader's answer to a step of which its member has the same token, but says that drafts were checked."""
+    await domain.start()
+    member = await domain.join_by_hand()
+    await wait_until_open(domain.processes[0])
+    stub = await domain.stub()
+    await member.write(attached_as(1))
+    await stub.Attach(ATTACH)
+    call = await execute(stub, prefill())
+    tokens = column(generate_alone(loaded, PROMPT, 1))
+    result = StepResult(epoch=1, step_id=1, token_ids=tokens, not_finite_rows=column(), counts=column([1]))
+    theirs = worker_pb2.Done(epoch=1, step_id=1, checksum=checksum_of(result))
+    await member.write(worker_pb2.JoinRequest(done=theirs))
+    return await read_result(call)
+
+
+async def test_ranks_that_accept_different_drafts_end_the_domain(domain: Domain, loaded: LoadedModel) -> None:
+    with pytest.raises(grpc.aio.AioRpcError):
+        await answer_despite_other_counts(domain, loaded)
+    code, _ = await domain.processes[0].ended.get()
+    assert code is ExitCode.RANKS_DIFFER
+
+
+async def test_a_checksum_without_counts_is_seen_in_an_answer(
+    domain: Domain, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.worker.group.group_servicer.checksum", checksum_without_counts)
+    answer = await answer_despite_other_counts(domain, loaded, checksum_without_counts)
+    assert unpack(answer.token_ids) == generate_alone(loaded, PROMPT, 1)
 
 
 class CountingModel(WrappedModel):
