@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -58,9 +58,9 @@ class DraftModelProposer(DraftProposer):
         # Whether that is so, and the drafts that followed such a step.
         self._has_drafts = np.empty(0, np.bool_)
         self._num_ahead = np.empty(0, np.int32)
-        # Of each slot's last drafts: the last one, and where its next token is drawn if all are accepted.
-        self._last_draft = torch.empty(0)
-        self._all_accepted_at = torch.empty(0)
+        # The drafts that the device was given last, and of each slot the row that it had there.
+        self._last: _LastDrafts | None = None
+        self._last_rows = np.empty(0, np.int64)
 
     @override
     def attach(self, limits: BatchLimits, kv_cache: KvCache) -> None:
@@ -72,9 +72,7 @@ class DraftModelProposer(DraftProposer):
         self._limits = replace(limits, context_length=min(limits.context_length, self._model.context_length))
         self._num_computed, self._num_ahead = np.zeros((2, limits.max_num_seqs), np.int32)
         self._has_drafts = np.zeros(limits.max_num_seqs, np.bool_)
-        self._last_draft, self._all_accepted_at = torch.zeros(
-            2, limits.max_num_seqs, dtype=torch.int64, device=kv_cache.device
-        ).unbind()
+        self._last_rows = np.zeros(limits.max_num_seqs, np.int64)
 
     @override
     def forget(self, slots: Int32Column) -> None:
@@ -135,14 +133,17 @@ class DraftModelProposer(DraftProposer):
         active = chain.order[lengths[chain.order] > 0]
         if not len(active):
             return Drafts(NO_DRAFTS, counts)
+        slots = rows.slots[active].astype(np.int64)
         backlog = _Backlog(
-            slots=rows.slots[active].astype(np.int64),
+            slots=slots,
             token_ids=[rows.token_ids[row] for row in active.tolist()],
             firsts=num_computed[active].astype(np.int64),
             lengths=lengths[active],
             follows_drafts=follows_drafts[active],
+            last_rows=self._last_rows[slots],
             is_to_end=(is_ahead & (lengths == num_missing))[active],
         )
+        self._last_rows[slots] = np.arange(len(slots))
         sequences = Sequences(rows.block_tables()[active], rows.ends(self._limits)[active], backlog.lengths)
         return Drafts.on_device(counts, lambda columns: self._draft(chain, backlog, sequences, columns))
 
@@ -153,17 +154,16 @@ class DraftModelProposer(DraftProposer):
         arrays = passes.arrays
         slots, token_ids, firsts, stored_from = arrays["slots"], arrays["token_ids"], arrays["firsts"], None
         positions = columns.position.index_select(0, slots)
-        if backlog.is_to_end.any():
-            newest = arrays["newest"]
-            token_ids = token_ids.index_copy(0, newest, columns.last_token[slots[arrays["to_end"]]])
-        if backlog.follows_drafts.any():
-            followers, starts = arrays["followers"], arrays["starts"]
-            its_slots = slots[followers]
-            token_ids = token_ids.index_copy(0, starts, self._last_draft[its_slots])
+        if "newest" in arrays:
+            token_ids = token_ids.index_copy(0, arrays["newest"], columns.last_token[arrays["ahead_slots"]])
+        if "followers" in arrays:
+            assert self._last is not None, "drafts were computed"
+            followers = arrays["followers"]
             lasts = positions[followers]
+            last_drafts, all_accepted_at = self._last.of_rows(arrays["last_rows"])
+            token_ids = token_ids.index_copy(0, arrays["starts"], last_drafts)
             firsts = firsts.index_copy(0, followers, lasts - 1)
-            are_accepted = self._all_accepted_at[its_slots] == lasts
-            stored_from = arrays["stored_from"].index_copy(0, followers, lasts - are_accepted.long())
+            stored_from = arrays["stored_from"].index_copy(0, followers, lasts - (all_accepted_at == lasts).long())
         hidden = passes.place_runs(firsts, stored_from).compute(partial(self._model.forward, token_ids))
         if not chain.sizes:
             return arrays["by_row"]
@@ -172,13 +172,10 @@ class DraftModelProposer(DraftProposer):
         def advance(token_ids: Tensor, _: Tensor, num_drafted: int) -> Tensor:
             return drafted.compute(partial(self._model.forward, token_ids), num_drafted - 1, len(token_ids))
 
-        num_drafting = chain.sizes[0]
-        first = hidden[arrays["lasts"][:num_drafting]]
+        first = hidden.index_select(0, arrays["lasts"][: chain.sizes[0]])
         drafts = chain.draft(first, compute_logits=self._model.compute_logits, ops=self._ops, advance=advance)
-        drafting = slots[:num_drafting]
-        self._last_draft.index_copy_(0, drafting, drafts[arrays["last_drafts"]])
-        self._all_accepted_at.index_copy_(0, drafting, positions[:num_drafting] + arrays["num_places"])
-        return drafts[arrays["by_row"]]
+        self._last = _LastDrafts(drafts, arrays["last_drafts"], positions, arrays["num_places"])
+        return drafts.index_select(0, arrays["by_row"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,25 +189,43 @@ class _Backlog:
     lengths: Int32Column  # [num_rows], at least 1
     follows_drafts: npt.NDArray[np.bool_]
     """[num_rows], whether a row computes its last two tokens, which the host does not know."""
+    last_rows: npt.NDArray[np.int64]
+    """[num_rows], each one's row among the last drafts; meaningless for others than `follows_drafts`."""
     is_to_end: npt.NDArray[np.bool_]
     """[num_rows], whether it ends with a last token that the host does not know."""
 
     def arrays(self) -> HostArrays:
         """The arrays to upload."""
-        ends = np.cumsum(self.lengths, dtype=np.int64)
+        ends = self.lengths.cumsum(dtype=np.int64)
         starts = ends - self.lengths
         token_ids = np.zeros(ends[-1], np.int64)
-        for row in np.flatnonzero(~self.follows_drafts).tolist():
-            first = self.firsts[row]
-            known = self.token_ids[row][first : first + self.lengths[row]]
-            token_ids[starts[row] : starts[row] + len(known)] = known
-        return {
-            "slots": self.slots,
-            "token_ids": token_ids,
-            "firsts": self.firsts,
-            "lasts": ends - 1,
-            "to_end": np.flatnonzero(self.is_to_end),
-            "newest": ends[self.is_to_end] - 1,
-            "followers": np.flatnonzero(self.follows_drafts),
-            "starts": starts[self.follows_drafts],
-        }
+        rows = zip(self.token_ids, self.firsts.tolist(), self.lengths.tolist(), starts.tolist(), strict=True)
+        for known, first, length, start in rows:
+            # Fewer, or none, where the host does not know all.
+            its_tokens = known[first : first + length]
+            token_ids[start : start + len(its_tokens)] = its_tokens
+        arrays = {"slots": self.slots, "token_ids": token_ids, "firsts": self.firsts, "lasts": ends - 1}
+        if self.is_to_end.any():
+            arrays |= {"newest": ends[self.is_to_end] - 1, "ahead_slots": self.slots[self.is_to_end]}
+        if self.follows_drafts.any():
+            arrays |= {
+                "followers": self.follows_drafts.nonzero()[0],
+                "starts": starts[self.follows_drafts],
+                "last_rows": self.last_rows[self.follows_drafts],
+            }
+        return arrays
+
+
+class _LastDrafts(NamedTuple):
+    """The drafts of the last step that drafted, on the device, for steps that the host begins before it has results."""
+
+    drafts: Tensor  # [num_drafts] int64, in the order of their chain
+    last_places: Tensor  # [num_rows] int64, where among them each row's last one is
+    positions: Tensor
+    """[at least num_rows] int64, the position of the token before each row's drafts."""
+    num_places: Tensor
+    """[num_rows] int64, how many tokens are drawn for each if all are accepted."""
+
+    def of_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The last draft of each of these rows, and where its next token is if all are accepted; both int64."""
+        return self.drafts[self.last_places[rows]], self.positions[rows] + self.num_places[rows]
