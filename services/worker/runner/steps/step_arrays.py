@@ -46,9 +46,13 @@ class StepArrays:
                 arrays["chosen_drafts"] = step_input.chosen_drafts
             if step_input.device_drafts is not None:
                 # Decodes are a step's first sequences, so their tokens are its first ones too.
-                arrays["drafted_places"] = runs.drafted()
+                arrays["drafted_places"] = places = runs.drafted()
+                arrays["drafted_tokens"] = places + 1
         if padded is not None:
-            return arrays | padded.graphs.pad(step_input, padded.size)
+            arrays |= padded.graphs.pad(step_input, padded.size)
+            if "drafted_tokens" in arrays:
+                arrays["drafted_tokens"] = arrays["padded_places"][arrays["drafted_tokens"]]
+            return arrays
         if step_input.num_decodes and not self._has_drafts:
             # Without drafts these are the first tokens.
             arrays["unknown_slots"] = step_input.slots[: step_input.num_decodes].astype(np.int64)

@@ -253,12 +253,9 @@ def _with_drafts(arrays: dict[str, Tensor], drafts: DeviceDrafts) -> dict[str, T
     assert token_ids is not None, "computed by `propose`"
     if "chosen_drafts" in arrays:
         token_ids = token_ids[arrays["chosen_drafts"]]
-    places = arrays["drafted_places"]
-    name, tokens = "token_ids", places + 1
-    if "padded_token_ids" in arrays:
-        name, tokens = "padded_token_ids", arrays["padded_places"][tokens]
+    name = "padded_token_ids" if "padded_token_ids" in arrays else "token_ids"
     return {
         **arrays,
-        "run_wanted": arrays["run_wanted"].index_copy(0, places, token_ids),
-        name: arrays[name].index_copy(0, tokens, token_ids),
+        "run_wanted": arrays["run_wanted"].index_copy(0, arrays["drafted_places"], token_ids),
+        name: arrays[name].index_copy(0, arrays["drafted_tokens"], token_ids),
     }
