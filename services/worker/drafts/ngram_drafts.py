@@ -1,4 +1,11 @@
-"""Drafts looked up among a sequence's own tokens. Plain numpy."""
+"""Drafts looked up among a sequence's own tokens. Plain numpy.
+
+The host looks them up once it has read the tokens of the step before, so a device waits meanwhile: 0.24 ms at 1 row and
+0.47 ms at 32 (`tests.bench.host_time`). The device does not look them up itself. Only it would know how many drafts a
+row has, so the host would have to plan each step with the most drafts of every row, and rows without a match, which are
+computed alone today, would cost as much as those with one. Nor is it the look-up that takes long: 3 to 30 µs for a
+row of 512 or 4,096 tokens. One numpy form over all rows takes 4 to 15 times as long for 1 row, 0.4 to 3 times for 32.
+"""
 
 from __future__ import annotations
 
@@ -50,10 +57,10 @@ class NgramProposer(LookupProposer):
         self._max_ngram = max_ngram
 
     def look_up(self, token_ids: Int32Column, max_tokens: int) -> Int32Column:
-        """See `LookupProposer.look_up`; about 10 µs for 4,096 tokens."""
+        """See `LookupProposer.look_up`; 4 to 30 µs for 4,096 tokens."""
         num_tokens = len(token_ids)
         # Matches with the end of the sequence, by the index of their last token.
-        places = np.flatnonzero(token_ids[:-1] == token_ids[-1])
+        places = (token_ids[:-1] == token_ids[-1]).nonzero()[0]
         num_agreed = 1
         if len(places) and self._agrees_in_full(token_ids, int(places[-1]) + 1):
             # Text that repeats with a short period has a match in each period, and needs only this one.
