@@ -263,6 +263,24 @@ def test_many_rows_with_many_outputs_have_the_bits_of_a_few_rows(isa: Isa, kind:
 
 
 @every_isa
+@pytest.mark.parametrize("kind", [FLOAT, INT8, INT4])
+@pytest.mark.parametrize("num_outputs", [255, 257, 513, 1333])
+def test_threads_that_share_a_few_rows_write_every_output(isa: Isa, kind: str, num_outputs: int) -> None:
+    # From less than a piece for each of four threads to pieces of unequal sizes.
+    case = Case(kind, torch.bfloat16, num_rows=8, num_inputs=64, num_outputs=num_outputs)
+    ops, x = NativeOps(isa), case.x()
+    kernel = ops.prepare_linear(case.weight(), case.bias(), case.dtype)
+    ops.use_threads(1)
+    expected = kernel(x)
+    for num_threads in range(2, 6):
+        ops.use_threads(num_threads)
+        for num_rows in (1, 3, 8):
+            # Memory that is given out again would have the results of another number of threads.
+            kernel(torch.zeros_like(x[:num_rows]))
+            assert torch.equal(kernel(x[:num_rows]), expected[:num_rows])
+
+
+@every_isa
 def test_the_most_negative_codes_are_multiplied_exactly(isa: Isa) -> None:
     weight = IntMatrix(8, torch.full((40, 64), -128, dtype=torch.int8), torch.ones(40, 1), group_size=64)
     x = torch.full((3, 64), -127.0)
