@@ -25,16 +25,17 @@ class DeviceBatch:
         self._ops = ops
         self._block_size = limits.block_size
         self.num_slots = num_slots = limits.max_num_seqs
-        self._columns = SlotColumns(
+        self.columns = SlotColumns(
             last_token=torch.zeros(num_slots, dtype=torch.int64, device=device),
             position=torch.zeros(num_slots, dtype=torch.int64, device=device),
             block_tables=torch.zeros(num_slots, 0, dtype=torch.int32, device=device),
         )
+        """What is kept by slot; not to be written outside."""
         # The columns of `DrawRows` that a sequence enters with, by slot.
         draws = DrawRows.greedy(num_slots, device)
         self._draws = {each.name: getattr(draws, each.name) for each in fields(draws) if each.name != "position"}
-        # The slots of the last decode, whose sequences are mostly those of the next one.
-        self._decode_slots = torch.zeros(0, dtype=torch.int64, device=device)
+        self.decode_slots = torch.zeros(0, dtype=torch.int64, device=device)
+        """[num_rows] int64, those of the last decode, whose sequences are mostly those of the next one."""
         self._decode_draws = decode_draws or DrawRows.greedy(num_slots, device)
         self._has_decode_draws = False
 
@@ -47,44 +48,35 @@ class DeviceBatch:
                 `table_ids` [m] int32; `decode_slots` [k] int64, for `advance`.
             table_width: Columns of the block tables, at least as many as before.
         """
-        self._widen(table_width)
+        if table_width > self.columns.block_tables.shape[1]:
+            self._widen(table_width)
         if "table_places" in changes:
-            self._columns.block_tables.view(-1).index_copy_(0, changes["table_places"], changes["table_ids"])
+            self.columns.block_tables.view(-1).index_copy_(0, changes["table_places"], changes["table_ids"])
         if "entered_slots" in changes:
             slots = changes["entered_slots"]
             for name, column in self._draws.items():
                 column.index_copy_(0, slots, changes[f"entered_{name}"])
             self._has_decode_draws = False
         if "decode_slots" in changes:
-            self._decode_slots = changes["decode_slots"]
+            self.decode_slots = changes["decode_slots"]
             self._has_decode_draws = False
-
-    @property
-    def columns(self) -> SlotColumns:
-        """What is kept by slot; not to be written."""
-        return self._columns
-
-    @property
-    def decode_slots(self) -> Tensor:
-        """[num_rows] int64, those of the last decode."""
-        return self._decode_slots
 
     def advance(self, rows: DecodeRows, num_blocks: int) -> None:
         """Make a decode's inputs; see `Ops.advance_batch`."""
         self._ops.advance_batch(
-            self._columns, self._decode_slots, rows, block_size=self._block_size, num_blocks=num_blocks
+            self.columns, self.decode_slots, rows, block_size=self._block_size, num_blocks=num_blocks
         )
 
     def pad(self, rows: DecodeRows) -> None:
         """Make a decode's inputs without any sequence."""
-        none = self._decode_slots[:0]
-        self._ops.advance_batch(self._columns, none, rows, block_size=self._block_size, num_blocks=1)
+        none = self.decode_slots[:0]
+        self._ops.advance_batch(self.columns, none, rows, block_size=self._block_size, num_blocks=1)
 
     def decode_draws(self, positions: Tensor) -> DrawRows:
         """How the rows of the last decode are drawn; `positions` [num_rows] int64 are where."""
         rows = self._decode_draws.first(len(positions))
         if not self._has_decode_draws:
-            rows.write(self.draws(self._decode_slots, positions))
+            rows.write(self.draws(self.decode_slots, positions))
             self._has_decode_draws = True
         return replace(rows, position=positions)
 
@@ -95,20 +87,19 @@ class DeviceBatch:
 
     def last_tokens(self, slots: Tensor) -> Tensor:
         """[len(slots)] int64: the tokens that these slots drew last; `slots` are int64."""
-        return self._columns.last_token.index_select(0, slots)
+        return self.columns.last_token.index_select(0, slots)
 
     def record_decoded(self, token_ids: Tensor) -> None:
         """The tokens [num_rows] int64 that the last decode drew, at the positions that `advance` made."""
-        self._columns.last_token.index_copy_(0, self._decode_slots, token_ids)
+        self.columns.last_token.index_copy_(0, self.decode_slots, token_ids)
 
     def record(self, slots: Tensor, token_ids: Tensor, positions: Tensor) -> None:
         """The tokens [num_rows] int64 that `slots` drew last, and their positions [num_rows] int64."""
-        self._columns.last_token.index_copy_(0, slots, token_ids)
-        self._columns.position.index_copy_(0, slots, positions)
+        self.columns.last_token.index_copy_(0, slots, token_ids)
+        self.columns.position.index_copy_(0, slots, positions)
 
     def _widen(self, table_width: int) -> None:
-        tables = self._columns.block_tables
-        if table_width > tables.shape[1]:
-            wider = tables.new_zeros(len(tables), table_width)
-            wider[:, : tables.shape[1]] = tables
-            self._columns = replace(self._columns, block_tables=wider)
+        tables = self.columns.block_tables
+        wider = tables.new_zeros(len(tables), table_width)
+        wider[:, : tables.shape[1]] = tables
+        self.columns = replace(self.columns, block_tables=wider)

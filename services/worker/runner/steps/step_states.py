@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -17,45 +16,30 @@ from services.worker.forward.staging import HostArrays
 from services.worker.forward.state_cache import StateCache
 
 
-class StepStates(Protocol):
-    """The states of an epoch's steps."""
-
-    cache: StateCache
-
-    def arrays(self, step_input: StepInput, row_width: int) -> HostArrays:
-        """What the device needs besides `state_changes`; see `StateEnd.arrays` for `row_width`."""
-
-    def in_pass(self, context: ForwardContext, step_input: StepInput) -> ForwardContext:
-        """The context of the step's forward pass, with its states."""
-
-    def end(self, step_input: StepInput, arrays: dict[str, Tensor], counts: Tensor | None) -> Tensor | None:
-        """Bring the states to the end of the step, and save some; see `StateEnd.finish`."""
-
-
-class UndraftedStates(StepStates):
+class StepStates:
     """States of sequences whose tokens are never drafts, so that the forward pass lets them take in all."""
 
     def __init__(self, cache: StateCache) -> None:
         self.cache = cache
 
-    @override
     def arrays(self, step_input: StepInput, row_width: int) -> HostArrays:
+        """What the device needs besides `state_changes`; see `StateEnd.arrays` for `row_width`."""
         if step_input.is_plain_decode or row_width:
             return {}
         # A dummy has the state of padding.
         slots = step_input.slots if len(step_input.slots) else np.array([self.cache.spare_slot])
         return {"state_slots": slots.astype(np.int64)}
 
-    @override
-    def in_pass(self, context: ForwardContext, step_input: StepInput) -> ForwardContext:
+    def in_pass(self, context: ForwardContext, _: StepInput) -> ForwardContext:
+        """The context of the step's forward pass, with its states."""
         return replace(context, states=self.cache)
 
-    @override
-    def end(self, step_input: StepInput, arrays: dict[str, Tensor], counts: Tensor | None) -> Tensor | None:
+    def end(self, _: StepInput, arrays: dict[str, Tensor], __: Tensor | None) -> Tensor | None:
+        """Bring the states to the end of the step, and save some; see `StateEnd.finish`."""
         return self.cache.save(arrays["saved_from"], arrays["saved_to"]) if "saved_from" in arrays else None
 
 
-class JudgedStates(UndraftedStates):
+class JudgedStates(StepStates):
     """States of sequences whose tokens may be drafts: a state takes those in that were accepted."""
 
     def __init__(self, cache: StateCache, drafted: DraftedStates, block_size: int) -> None:
@@ -83,5 +67,5 @@ class JudgedStates(UndraftedStates):
 def states_in_steps(states: ModelStates, block_size: int) -> StepStates:
     """The states of an epoch whose KV blocks have this size."""
     if states.drafted is None:
-        return UndraftedStates(states.cache)
+        return StepStates(states.cache)
     return JudgedStates(states.cache, states.drafted, block_size)
