@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,8 +40,9 @@ def upload_arrays(arrays: HostArrays, device: torch.device) -> dict[str, Tensor]
 
     On the CPU they share the arrays' memory.
     """
-    is_host = device.type == "cpu"
-    staging = SharedStaging() if is_host else PinnedStaging(device, is_pinned=device.type == "cuda")
+    if device.type == "cpu":
+        return SharedStaging(arrays).upload()
+    staging = PinnedStaging(device, is_pinned=device.type == "cuda")
     staging.pack(arrays)
     return staging.upload()
 
@@ -49,12 +50,9 @@ def upload_arrays(arrays: HostArrays, device: torch.device) -> dict[str, Tensor]
 class Staging(Protocol):
     """The arrays of one step on their way to the device, and its results on their way back.
 
-    `pack` belongs to the launch; `upload` and `download` to the step's work on the device; `read` is called once, after
-    it, and then the staging may serve another step.
+    `upload` and `download` belong to the step's work on the device; `read` is called once, after it, and then the
+    staging may serve another step.
     """
-
-    def pack(self, arrays: HostArrays) -> None:
-        """Take in arrays of int32, int64 or float32."""
 
     def upload(self) -> dict[str, Tensor]:
         """The arrays on the device."""
@@ -70,16 +68,13 @@ class Staging(Protocol):
 class SharedStaging(Staging):
     """Staging where the host is the device: nothing is copied."""
 
-    _arrays: HostArrays = field(default_factory=dict)
+    arrays: HostArrays
+    """Not written any more."""
     _results: Sequence[Tensor] = ()
-
-    def pack(self, arrays: HostArrays) -> None:
-        """See `Staging`; the arrays must not be written afterwards."""
-        self._arrays = arrays
 
     @override
     def upload(self) -> dict[str, Tensor]:
-        return {name: torch.from_numpy(values) for name, values in self._arrays.items()}
+        return {name: torch.from_numpy(values) for name, values in self.arrays.items()}
 
     def download(self, results: Sequence[Tensor]) -> None:
         """See `Staging`; they must not be written afterwards."""
@@ -106,8 +101,8 @@ class PinnedStaging(Staging):
         # Views of `_incoming`.
         self._results: list[Tensor] = []
 
-    @override
     def pack(self, arrays: HostArrays) -> None:
+        """Take in arrays of int32, int64 or float32."""
         self._places, self._num_bytes, self._results = [], 0, []
         for name, values in arrays.items():
             self._places.append((name, self._num_bytes, values))

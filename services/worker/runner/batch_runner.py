@@ -23,6 +23,7 @@ from services.worker.runner.steps.step_states import states_in_steps
 from services.worker.runner.steps.step_work import StepWork
 from services.worker.runner.stream import EnqueuedWork
 from services.worker.sampling.row_options import NO_OPTIONS, RowOptions
+from services.worker.sampling.runs import NO_RUNS, Runs
 from shared.step.step import Step
 
 
@@ -96,7 +97,6 @@ class BatchRunner:
             self._record_sampled(self._unrecorded, step)
         step_input = self._batch.finish(planned)
         job = self._make_job(step, step_input)
-        job.staging.pack(self._arrays.of(job))
         enqueued.append(self._stream.enqueue(partial(self._work.compute, job)))
         pending = PendingStep(step, job, enqueued, self._rank, is_computed=not self._stream.is_async)
         self._batch.record_drawn(step_input.row_slots)
@@ -117,12 +117,16 @@ class BatchRunner:
 
     def _make_job(self, step: Step, step_input: StepInput) -> StepJob:
         dp, graph = self._coupling.plan(step, step_input)
+        drafts, num_rows, runs = step_input.draft_counts, len(step_input.row_slots), NO_RUNS
+        if drafts is not None or step_input.has_options:
+            runs = Runs.of(num_rows, drafts, step_input.draft_token_ids)
         return StepJob(
             step_input=step_input,
-            staging=self._stream.claim_staging(),
+            staging=self._stream.stage(self._arrays.of(step_input, graph, runs)),
             dp=dp,
             graph=graph,
             options=RowOptions.of(self._batch.sampling(step_input)) if step_input.has_options else NO_OPTIONS,
+            runs=runs,
             results=JobResults(),
         )
 

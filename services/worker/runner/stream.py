@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from typing_extensions import override
 
-from services.worker.forward.staging import PinnedStaging, SharedStaging, Staging
+from services.worker.forward.staging import HostArrays, PinnedStaging, SharedStaging, Staging
 
 
 class EnqueuedWork(Protocol):
@@ -42,8 +42,11 @@ class Stream(Protocol):
     def synchronize(self) -> None:
         """Return when the device has computed all that was enqueued."""
 
-    def claim_staging(self) -> Staging:
-        """Staging for the work that is enqueued next; read, from any thread, once that was waited for."""
+    def stage(self, arrays: HostArrays) -> Staging:
+        """Staging for the work that is enqueued next, with what it uploads: arrays of int32, int64 or float32.
+
+        It is read, from any thread, once that work was waited for.
+        """
 
 
 class HostStream(Stream):
@@ -62,8 +65,8 @@ class HostStream(Stream):
         pass
 
     @override
-    def claim_staging(self) -> Staging:
-        return SharedStaging()
+    def stage(self, arrays: HostArrays) -> Staging:
+        return SharedStaging(arrays)
 
 
 class StagingPool:
@@ -107,8 +110,10 @@ class CudaStream(Stream):
         torch.cuda.synchronize(self._device)
 
     @override
-    def claim_staging(self) -> Staging:
-        return self._staging.claim()
+    def stage(self, arrays: HostArrays) -> Staging:
+        staging = self._staging.claim()
+        staging.pack(arrays)
+        return staging
 
 
 class _HostWork(NamedTuple):

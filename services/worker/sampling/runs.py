@@ -111,3 +111,7 @@ class Runs:
         """The tokens of what was drawn at each place; `counts` [num_rows] are those of `Ops.accept`."""
         counted = drawn[self.offsets < counts[self.rows]]
         return SampledTokens.of(counted, drawn[self.firsts], counts.astype(np.int32))
+
+
+NO_RUNS = Runs.of(0, None, _NO_ROWS)
+"""The runs of a step that needs none: its rows have neither drafts nor options."""

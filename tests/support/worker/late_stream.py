@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 import torch
 
-from services.worker.forward.staging import PinnedStaging, Staging
+from services.worker.forward.staging import HostArrays, PinnedStaging, Staging
 from services.worker.runner.stream import EnqueuedWork, StagingPool
 
 
@@ -75,9 +75,10 @@ class LateStream:
         """See `Stream`."""
         self.enqueue(lambda: None).wait()
 
-    def claim_staging(self) -> Staging:
+    def stage(self, arrays: HostArrays) -> Staging:
         """See `Stream`."""
         staging = self._pool.claim()
+        staging.pack(arrays)
         give_back = staging.give_back
 
         def spoil(staging: PinnedStaging) -> None:

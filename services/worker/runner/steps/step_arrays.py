@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from services.worker.batch.step_input import StepInput
 from services.worker.forward.staging import HostArrays
 from services.worker.runner.graphs.step_graphs import DraftGraph
-from services.worker.runner.steps.step_job import StepJob
+from services.worker.runner.steps.coupling import StepGraph
 from services.worker.runner.steps.step_states import StepStates
+from services.worker.sampling.runs import Runs
 from shared.step.columns import Int32Column
 
 
@@ -21,9 +23,8 @@ class StepArrays:
         # As the device has them.
         self._decode_slots: Int32Column = np.empty(0, np.int32)
 
-    def of(self, job: StepJob) -> HostArrays:
-        """A step's arrays, by name."""
-        step_input, graph = job.step_input, job.graph
+    def of(self, step_input: StepInput, graph: StepGraph | None, runs: Runs) -> HostArrays:
+        """A step's arrays, by name; see `StepJob` for its graph and its runs."""
         padded = graph if isinstance(graph, DraftGraph) else None
         arrays = dict(step_input.changes)
         if self._states is not None:
@@ -38,7 +39,6 @@ class StepArrays:
         if logit_tokens is not None:
             arrays["logit_tokens"] = logit_tokens
         if step_input.draft_counts is not None:
-            runs = job.runs
             arrays["place_slots"] = arrays["row_slots"][runs.rows]
             arrays["place_positions"] = step_input.row_positions[runs.rows] + runs.offsets
             arrays |= {"run_firsts": runs.firsts, "run_wanted": runs.wanted}

@@ -72,17 +72,10 @@ class StepJob:
     """The graph that computes it; None if none does."""
     options: RowOptions
     """The options of the rows."""
+    runs: Runs
+    """The places at which the rows' tokens are drawn; none if each is a row without options."""
     results: JobResults
     hidden: Tensor | None = None
     """[num_tokens, hidden], the model's output for the step's tokens, for a draft proposer; None once it was noted."""
     first_draw: Draw | None = None
     """The draw of a step with edited rows, until these are drawn again."""
-    _runs: Runs | None = None
-
-    @property
-    def runs(self) -> Runs:
-        """The places at which the rows' tokens are drawn."""
-        if self._runs is None:
-            rows = self.step_input
-            self._runs = Runs.of(len(rows.row_slots), rows.draft_counts, rows.draft_token_ids)
-        return self._runs

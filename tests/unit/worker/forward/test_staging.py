@@ -28,8 +28,9 @@ def test_packed_arrays_arrive_with_their_names_shapes_and_dtypes() -> None:
         "table": np.arange(6, dtype=np.float32).reshape(2, 3),
         "strided": np.arange(10, dtype=np.int64)[::2],
     }
-    for staging in (SharedStaging(), PinnedStaging(torch.device("cpu"), is_pinned=False)):
-        staging.pack(arrays)
+    packed = PinnedStaging(torch.device("cpu"), is_pinned=False)
+    packed.pack(arrays)
+    for staging in (SharedStaging(arrays), packed):
         there = staging.upload()
         assert there.keys() == arrays.keys()
         for name, values in arrays.items():
@@ -66,8 +67,9 @@ def test_packed_memory_serves_larger_and_smaller_steps_one_after_the_other() -> 
 
 def test_results_arrive_in_their_order() -> None:
     results = [torch.arange(3), torch.ones(2, 2), torch.zeros(0, dtype=torch.int32)]
-    for staging in (SharedStaging(), PinnedStaging(torch.device("cpu"), is_pinned=False)):
-        staging.pack({})
+    packed = PinnedStaging(torch.device("cpu"), is_pinned=False)
+    packed.pack({})
+    for staging in (SharedStaging({}), packed):
         staging.download(results)
         for read, result in zip(staging.read(), results, strict=True):
             np.testing.assert_array_equal(read, result.numpy(), strict=True)

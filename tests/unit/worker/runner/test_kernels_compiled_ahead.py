@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 from typing_extensions import override
 
-from services.worker.forward.staging import PinnedStaging, Staging
+from services.worker.forward.staging import HostArrays, PinnedStaging, Staging
 from services.worker.models.loader import LoadOptions, load_model
 from services.worker.ops import load_ops
 from services.worker.runner.cache_memory import KvCacheSize
@@ -52,8 +52,10 @@ class MetaStream(HostStream):
     is_async = True
 
     @override
-    def claim_staging(self) -> Staging:
-        return UnreadStaging(META, is_pinned=False)
+    def stage(self, arrays: HostArrays) -> Staging:
+        staging = UnreadStaging(META, is_pinned=False)
+        staging.pack(arrays)
+        return staging
 
 
 class RecordingCapture(CountingCapture):

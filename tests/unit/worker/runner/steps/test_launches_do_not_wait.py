@@ -22,7 +22,7 @@ from typing_extensions import override
 from services.worker.drafts.draft_model import DraftModelProposer
 from services.worker.drafts.drafter import Drafting
 from services.worker.drafts.mtp_drafts import MtpProposer
-from services.worker.forward.staging import PinnedStaging, Staging
+from services.worker.forward.staging import HostArrays, PinnedStaging, Staging
 from services.worker.layout import RankLayout
 from services.worker.models.loader import LoadedModel, LoadOptions, load_model
 from services.worker.ops import load_ops
@@ -79,6 +79,7 @@ class MetaStream:
     """Computes on a device without values. See `Stream`."""
 
     is_async = True
+    staging = UnreadStaging
 
     def enqueue(self, work: Callable[[], None]) -> EnqueuedWork:
         """See `Stream`."""
@@ -89,9 +90,11 @@ class MetaStream:
     def synchronize(self) -> None:
         """See `Stream`."""
 
-    def claim_staging(self) -> Staging:
+    def stage(self, arrays: HostArrays) -> Staging:
         """See `Stream`."""
-        return UnreadStaging(META, is_pinned=False)
+        staging = self.staging(META, is_pinned=False)
+        staging.pack(arrays)
+        return staging
 
 
 class MetaWork:
@@ -194,9 +197,7 @@ class OnesStaging(UnreadStaging):
 class OnesStream(MetaStream):
     """A device that draws token 1, once for each row."""
 
-    @override
-    def claim_staging(self) -> Staging:
-        return OnesStaging(META, is_pinned=False)
+    staging = OnesStaging
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
