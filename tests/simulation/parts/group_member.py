@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any, Protocol, cast
 
@@ -19,7 +20,7 @@ from services.worker.group.group_servicer import GroupServicer
 from services.worker.group.meeting import Connect
 from services.worker.group.member import Member
 from services.worker.layout import RankLayout
-from services.worker.process.device_loop import DeviceLoop
+from services.worker.process.device_loop import DeviceLoop, Launch
 from services.worker.process.exits import DomainEnd, ExitCode
 from services.worker.runner.cache_room import CacheRoom
 from shared.step.step import Step, StepResult
@@ -136,9 +137,11 @@ class _MemberDevice:
         self._watch = member.group.watch
         self._jobs: deque[_Job] = deque()
 
-    def submit_launch(self, function: Callable[..., Any], argument: Any) -> Future[Any]:
+    def put(self, job: Launch[Any]) -> Future[Any]:
         """See `DeviceLoop`."""
-        return self.submit(lambda step: function(step).finish(), argument)
+        assert isinstance(job.function, partial), "a launch of a step"
+        launch, [step] = job.function.func, job.function.args
+        return self.submit(lambda step: launch(step).finish(), step)
 
     def submit(self, function: Callable[..., Any], argument: Any, *rest: Any) -> Future[Any]:
         """See `DeviceLoop`."""
