@@ -13,13 +13,25 @@ import numpy.typing as npt
 
 from lockstep.internal.v1 import sampling_pb2, worker_pb2
 from shared.errors import StepMismatchError
-from shared.ids import Slot
 from shared.request.limits import TOKEN_DTYPE
 from shared.request.sampling_codec import decode_options, encode_options
-from shared.request.sampling_params import SamplingOptions, SamplingParams
-from shared.step.columns import Int32Column, StatePairs, decode_floats, encode_floats
+from shared.request.sampling_params import SamplingOptions
+from shared.step.columns import Int32Column, Int64Column, StatePairs, decode_floats, encode_floats
 from shared.step.logprobs_codec import decode_logprobs, encode_logprobs
-from shared.step.step import NO_INTS, NO_PAIRS, EnteringSequence, PrefillChunk, Step, StepKind, StepResult
+from shared.step.step import (
+    NO_CHUNKS,
+    NO_ENTERS,
+    NO_INTS,
+    NO_PAIRS,
+    SAMPLED_DTYPE,
+    Chunks,
+    EnteringSequence,
+    Enters,
+    PrefillChunk,
+    Step,
+    StepKind,
+    StepResult,
+)
 
 _KIND_TO_WIRE = {
     StepKind.PREFILL: worker_pb2.STEP_KIND_PREFILL,
@@ -137,7 +149,7 @@ def encode_step(step: PlannedStep) -> worker_pb2.StepRequest:
 
 
 def parse_step(request: worker_pb2.StepRequest) -> Step:
-    """Parse without copying columns; `InputBatch` checks whether the step fits.
+    """Parse into columns; `InputBatch` checks whether the step fits.
 
     Raises:
         StepMismatchError: the kind is unknown, a column's length is not a multiple of 4 bytes (8, for pairs), or
@@ -151,11 +163,11 @@ def parse_step(request: worker_pb2.StepRequest) -> Step:
         step_id=request.step_id,
         kind=kind,
         leave_slots=_column("leave_slots", request.leave_slots),
-        enters=tuple(_parse_enter(enter) for enter in request.enters),
+        enters=_parse_enters(request.enters) if request.enters else NO_ENTERS,
         append_slots=_column("append_slots", request.append_slots),
         append_block_ids=_column("append_block_ids", request.append_block_ids),
         decode_slots=_column("decode_slots", request.decode_slots) if request.HasField("decode_slots") else None,
-        chunks=tuple(_parse_chunk("chunks.token_ids", chunk) for chunk in request.chunks),
+        chunks=_parse_chunks(request) if request.chunks or request.enters else NO_CHUNKS,
         is_dummy=request.is_dummy,
         num_tokens_across_dp=tuple(request.num_tokens_across_dp),
         graph_batch_size=request.graph_batch_size,
@@ -253,25 +265,45 @@ def _encode_enter(enter: EnteringSequence) -> worker_pb2.EnterSequence:
     )
 
 
-def _parse_enter(enter: worker_pb2.EnterSequence) -> EnteringSequence:
-    params = SamplingParams(
-        max_tokens=enter.max_num_tokens - enter.num_prompt_tokens,
-        temperature=enter.temperature,
-        top_k=enter.top_k,
-        top_p=enter.top_p,
-        seed=enter.seed,
-        options=_parse_options(enter.options) if enter.HasField("options") else None,
+def _parse_chunks(request: worker_pb2.StepRequest) -> Chunks:
+    chunks = [*request.chunks, *(enter.chunk for enter in request.enters)]
+    slots, num_later_tokens = np.array(
+        [[chunk.slot for chunk in chunks], [chunk.num_later_tokens for chunk in chunks]], np.int64
     )
-    stop_token_ids = enter.stop_token_ids
-    return EnteringSequence(
-        chunk=_parse_chunk("enters.chunk.token_ids", enter.chunk),
-        num_cached_tokens=enter.num_cached_tokens,
-        num_prompt_tokens=enter.num_prompt_tokens,
-        block_bytes=_whole("enters.block_ids", enter.block_ids),
-        params=params,
-        choice=enter.choice,
-        stop_token_ids=tuple(_column("enters.stop_token_ids", stop_token_ids).tolist()) if stop_token_ids else (),
-        cached_token_bytes=_whole("enters.cached_token_ids", enter.cached_token_ids),
+    return Chunks(slots, *_joined("chunks.token_ids", [chunk.token_ids for chunk in chunks]), num_later_tokens)
+
+
+def _parse_enters(enters: Sequence[worker_pb2.EnterSequence]) -> Enters:
+    slots, num_cached_tokens, num_prompt_tokens, max_num_tokens = np.array(
+        [
+            [enter.chunk.slot for enter in enters],
+            [enter.num_cached_tokens for enter in enters],
+            [enter.num_prompt_tokens for enter in enters],
+            [enter.max_num_tokens for enter in enters],
+        ],
+        np.int64,
+    )
+    num_blocks, block_ids = _joined("enters.block_ids", [enter.block_ids for enter in enters])
+    num_told_tokens, told_token_ids = _joined("enters.cached_token_ids", [enter.cached_token_ids for enter in enters])
+    sampled = [(enter.seed, enter.choice, enter.top_k, enter.temperature, enter.top_p) for enter in enters]
+    return Enters(
+        slots=slots,
+        num_cached_tokens=num_cached_tokens,
+        num_prompt_tokens=num_prompt_tokens,
+        max_num_tokens=max_num_tokens,
+        num_blocks=num_blocks,
+        block_ids=block_ids,
+        num_told_tokens=num_told_tokens,
+        told_token_ids=told_token_ids,
+        sampled=np.array(sampled, SAMPLED_DTYPE),
+        options={
+            number: _parse_options(enter.options) for number, enter in enumerate(enters) if enter.HasField("options")
+        },
+        stop_token_ids={
+            number: _column("enters.stop_token_ids", enter.stop_token_ids)
+            for number, enter in enumerate(enters)
+            if enter.stop_token_ids
+        },
     )
 
 
@@ -288,16 +320,14 @@ def _encode_chunk(chunk: PrefillChunk) -> worker_pb2.PrefillChunk:
     )
 
 
-def _parse_chunk(column: str, chunk: worker_pb2.PrefillChunk) -> PrefillChunk:
-    return PrefillChunk(Slot(chunk.slot), _whole(column, chunk.token_ids), chunk.num_later_tokens)
-
-
 def _pack(values: _Ints | StatePairs) -> bytes:
     return np.asarray(values, TOKEN_DTYPE).tobytes()
 
 
 def _column(name: str, data: bytes) -> Int32Column:
-    return np.frombuffer(_whole(name, data), dtype=TOKEN_DTYPE)
+    if len(data) % TOKEN_DTYPE.itemsize:
+        raise _torn(name, len(data))
+    return np.frombuffer(data, dtype=TOKEN_DTYPE)
 
 
 def _pairs(name: str, data: bytes) -> Int32Column:
@@ -310,8 +340,14 @@ def _pairs(name: str, data: bytes) -> Int32Column:
     return column.reshape(-1, 2)
 
 
-def _whole(name: str, data: bytes) -> bytes:
-    """`data`, whole numbers."""
-    if len(data) % TOKEN_DTYPE.itemsize:
-        raise StepMismatchError("a column's length is not a multiple of 4 bytes", column=name, num_bytes=len(data))
-    return data
+def _joined(name: str, parts: list[bytes]) -> tuple[Int64Column, Int32Column]:
+    """How many numbers each of these columns has, and all of them, column after column."""
+    num_bytes = [len(part) for part in parts]
+    for num in num_bytes:
+        if num % TOKEN_DTYPE.itemsize:
+            raise _torn(name, num)
+    return np.array(num_bytes, np.int64) // TOKEN_DTYPE.itemsize, np.frombuffer(b"".join(parts), TOKEN_DTYPE)
+
+
+def _torn(name: str, num_bytes: int) -> StepMismatchError:
+    return StepMismatchError("a column's length is not a multiple of 4 bytes", column=name, num_bytes=num_bytes)

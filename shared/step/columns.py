@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 Int32Column = npt.NDArray[np.int32]
+# For the wire's unsigned numbers of 32 bits.
+Int64Column = npt.NDArray[np.int64]
 Float32Column = npt.NDArray[np.float32]
 BoolColumn = npt.NDArray[np.bool_]
 

@@ -1,4 +1,4 @@
-"""One step and its result, as plain data.
+"""One step and its result, as plain data: what a scheduler plans of sequences, and the columns that a worker reads.
 
 Never changed once made, yet not frozen: creating a frozen object takes three times as long, and every step creates
 several. What a sequence brings is kept in bytes, as it travels, so that neither side converts what it only passes on.
@@ -10,15 +10,20 @@ import enum
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from shared.ids import Slot
 from shared.request.limits import TOKEN_DTYPE
-from shared.request.sampling_params import SamplingParams
-from shared.step.columns import Float32Column, Int32Column
+from shared.request.sampling_params import SamplingOptions, SamplingParams
+from shared.step.columns import Float32Column, Int32Column, Int64Column
 from shared.step.logprobs import Logprobs
 
 NO_INTS: Int32Column = np.empty(0, np.int32)
 NO_PAIRS: Int32Column = np.empty((0, 2), np.int32)
+SAMPLED_DTYPE = np.dtype(
+    [("seed", np.uint64), ("choice", np.int64), ("top_k", np.int64), ("temperature", np.float32), ("top_p", np.float32)]
+)
+"""The parameters that every sequence is sampled with."""
 
 
 class StepKind(enum.Enum):
@@ -42,11 +47,6 @@ class PrefillChunk:
     def num_tokens(self) -> int:
         """Tokens computed."""
         return len(self.token_bytes) // TOKEN_DTYPE.itemsize
-
-    @property
-    def token_ids(self) -> Int32Column:
-        """[num_tokens], a view."""
-        return np.frombuffer(self.token_bytes, TOKEN_DTYPE)
 
 
 @dataclass(slots=True)
@@ -72,15 +72,60 @@ class EnteringSequence:
         """Limit for prompt and completion together."""
         return self.num_prompt_tokens + self.params.max_tokens
 
-    @property
-    def block_ids(self) -> Int32Column:
-        """[num_blocks], a view."""
-        return np.frombuffer(self.block_bytes, TOKEN_DTYPE)
 
-    @property
-    def cached_token_ids(self) -> Int32Column:
-        """[num_cached_tokens], or empty; a view."""
-        return np.frombuffer(self.cached_token_bytes, TOKEN_DTYPE)
+@dataclass(slots=True)
+class Chunks:
+    """The tokens of prompts that a step computes, in columns: [num_chunks], unless said otherwise.
+
+    First those of sequences that entered before, then those of sequences that enter, in their order.
+    """
+
+    slots: Int64Column
+    num_tokens: Int64Column
+    token_ids: Int32Column  # [sum of num_tokens], chunk after chunk
+    num_later_tokens: Int64Column
+
+
+@dataclass(slots=True)
+class Enters:
+    """Sequences that enter, in columns: [num_enters], unless said otherwise. See `EnteringSequence`."""
+
+    slots: Int64Column
+    num_cached_tokens: Int64Column
+    num_prompt_tokens: Int64Column
+    max_num_tokens: Int64Column
+    num_blocks: Int64Column
+    block_ids: Int32Column  # [sum of num_blocks], table after table
+    num_told_tokens: Int64Column
+    """How many cached tokens of each are told."""
+    told_token_ids: Int32Column  # [sum of num_told_tokens]
+    sampled: npt.NDArray[np.void]
+    """How each is sampled, as `SAMPLED_DTYPE`."""
+    options: dict[int, SamplingOptions]
+    """By number, for those that have some."""
+    stop_token_ids: dict[int, Int32Column]
+    """Likewise, for those that have any."""
+
+    def told_tokens(self) -> list[Int32Column]:
+        """The cached tokens of each that are told, as views."""
+        return np.split(self.told_token_ids, np.cumsum(self.num_told_tokens)[:-1])
+
+
+_NO_NUMBERS: Int64Column = np.empty(0, np.int64)
+NO_CHUNKS = Chunks(_NO_NUMBERS, _NO_NUMBERS, NO_INTS, _NO_NUMBERS)
+NO_ENTERS = Enters(
+    slots=_NO_NUMBERS,
+    num_cached_tokens=_NO_NUMBERS,
+    num_prompt_tokens=_NO_NUMBERS,
+    max_num_tokens=_NO_NUMBERS,
+    num_blocks=_NO_NUMBERS,
+    block_ids=NO_INTS,
+    num_told_tokens=_NO_NUMBERS,
+    told_token_ids=NO_INTS,
+    sampled=np.empty(0, SAMPLED_DTYPE),
+    options={},
+    stop_token_ids={},
+)
 
 
 @dataclass(slots=True)
@@ -94,14 +139,14 @@ class Step:
     step_id: int
     kind: StepKind
     leave_slots: Int32Column
-    enters: tuple[EnteringSequence, ...]
+    enters: Enters
     append_slots: Int32Column
     """Parallel to `append_block_ids`; a slot that gets several blocks occurs several times."""
     append_block_ids: Int32Column
     decode_slots: Int32Column | None
     """None means all complete sequences already in the batch, in the order they entered."""
-    chunks: tuple[PrefillChunk, ...]
-    """Next tokens of incomplete sequences that entered before."""
+    chunks: Chunks
+    """Next tokens of incomplete sequences that entered before, and the first ones of those that enter."""
     is_dummy: bool = False
     """Compute only tokens without KV: for the collectives of other ranks, or to learn whether this rank can compute."""
     num_tokens_across_dp: tuple[int, ...] = ()

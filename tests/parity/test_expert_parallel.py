@@ -87,10 +87,9 @@ def num_tokens_of(rank_steps: list[Step | None]) -> list[int]:
             counts.append(1)
             continue
         complete -= set(step.leave_slots.tolist())
-        chunks = [*step.chunks, *(entering.chunk for entering in step.enters)]
         num_decodes = 0 if step.kind is StepKind.PREFILL else len(complete)
-        counts.append(num_decodes + sum(chunk.num_tokens for chunk in chunks))
-        complete |= {chunk.slot for chunk in chunks if not chunk.num_later_tokens}
+        counts.append(num_decodes + len(step.chunks.token_ids))
+        complete |= set(step.chunks.slots[step.chunks.num_later_tokens == 0].tolist())
     return counts
 
 

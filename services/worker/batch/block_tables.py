@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from services.worker.batch.enter_checks import are_distinct
 from shared.errors import StepMismatchError
 from shared.step.columns import Int32Column
 
@@ -39,36 +40,26 @@ class BlockTables:
         """Table lengths in blocks."""
         return self._num_blocks[slots]
 
-    def set(self, slot: int, block_ids: Int32Column) -> None:
-        """Set an empty slot's table.
-
-        Raises:
-            StepMismatchError: an id is not in the pool, or there are too many for one sequence.
-        """
-        self._check(block_ids)
-        self._make_room(len(block_ids))
-        self._ids[slot, : len(block_ids)] = block_ids
-        self._num_blocks[slot] = len(block_ids)
-
-    def append(self, slots: Int32Column, block_ids: Int32Column) -> npt.NDArray[np.int64]:
+    def append(self, slots: npt.NDArray[np.integer[Any]], block_ids: Int32Column) -> npt.NDArray[np.int64]:
         """Append one block to each slot's table; a slot that occurs n times gets n blocks, in that order.
 
         Returns:
             The column of each block in its table.
 
         Raises:
-            StepMismatchError: as in `set`.
+            StepMismatchError: an id is not in the pool, or there are too many for one sequence.
         """
         self._check(block_ids)
-        by_slot = np.argsort(slots, kind="stable")
-        in_order = slots[by_slot]
-        # How many earlier entries name the same slot: the slots are sorted, so it is the distance to the first.
-        nth = np.empty(len(slots), np.int64)
-        nth[by_slot] = np.arange(len(slots)) - np.searchsorted(in_order, in_order)
-        columns = self._num_blocks[slots] + nth
+        columns: npt.NDArray[np.int64] = self._num_blocks[slots].astype(np.int64)
+        if not are_distinct(slots):
+            by_slot = np.argsort(slots, kind="stable")
+            in_order = slots[by_slot]
+            # How many earlier entries name the same slot: the slots are sorted, so it is the distance to the first.
+            columns[by_slot] += np.arange(len(slots)) - np.searchsorted(in_order, in_order)
         self._make_room(int(columns.max(initial=-1)) + 1)
         self._ids[slots, columns] = block_ids
-        np.maximum.at(self._num_blocks, slots, columns.astype(np.int32) + 1)
+        # Of a slot that occurs several times, the last one counts.
+        self._num_blocks[slots] = columns + 1
         return columns
 
     def clear(self, slots: Int32Column) -> None:

@@ -11,9 +11,10 @@ import numpy.typing as npt
 from torch import Tensor
 
 from services.worker.batch.block_tables import BlockTables
+from services.worker.forward.staging import HostArrays
 from services.worker.ops import SlotColumns
 from shared.step.columns import Int32Column
-from shared.step.step import PrefillChunk, Step
+from shared.step.step import Step
 
 NO_DRAFTS: Int32Column = np.empty(0, np.int32)
 
@@ -126,6 +127,7 @@ class PlannedStep:
     step: Step
     decode_slots: Int32Column
     """The sequences to decode; those that then turn out to have all their tokens are not computed."""
-    chunks: tuple[PrefillChunk, ...] = ()
+    changes: HostArrays
+    """See `DeviceBatch.apply`."""
     drafts: Drafts | None = None
     """For `decode_slots`, possibly more than they have room for; None without a drafter."""

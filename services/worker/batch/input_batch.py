@@ -7,21 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from services.worker.batch.block_tables import BlockTables
 from services.worker.batch.decodes import NO_DRAFTS, Decodes, DraftRoom, Drafts, DraftSource, PlannedStep
-from services.worker.batch.enter_checks import BatchLimits, check_enter, check_token_ids, require
-from services.worker.batch.slot_changes import SlotChanges
+from services.worker.batch.enter_checks import (
+    BatchLimits,
+    are_distinct,
+    check_enters,
+    check_token_ids,
+    require,
+)
 from services.worker.batch.slot_options import SlotOptions
 from services.worker.batch.state_changes import state_changes
 from services.worker.batch.step_input import MADE_BY_DEVICE, StepInput
+from services.worker.forward.staging import HostArrays
+from services.worker.ops import DrawRows
 from services.worker.sampling.sampling_rows import SamplingRows
 from services.worker.sampling.sampling_state import GrammarMatcher
 from shared.step.columns import Int32Column
-from shared.step.step import EnteringSequence, PrefillChunk, Step, StepKind
+from shared.step.step import SAMPLED_DTYPE, Chunks, Step, StepKind
 
 _Numbers = npt.NDArray[np.int64]
 
@@ -63,17 +71,12 @@ class InputBatch:
         self._num_tokens = np.zeros(num_slots, dtype=np.int32)
         self._max_num_tokens = np.zeros(num_slots, dtype=np.int32)
         self._num_later = np.zeros(num_slots, dtype=np.int32)
-        self._temperature = np.zeros(num_slots, dtype=np.float32)
-        self._top_k = np.zeros(num_slots, dtype=np.int32)
-        self._top_p = np.ones(num_slots, dtype=np.float32)
-        self._seed = np.zeros(num_slots, dtype=np.uint64)
-        self._choice = np.zeros(num_slots, dtype=np.uint32)
+        self._sampled = np.zeros(num_slots, dtype=SAMPLED_DTYPE)
         self._tables = BlockTables(
             num_slots=num_slots,
             num_pool_blocks=limits.num_blocks,
             max_blocks_per_sequence=-(-limits.context_length // limits.block_size),
         )
-        self._changes = SlotChanges()
 
     @property
     def num_seqs(self) -> int:
@@ -92,49 +95,49 @@ class InputBatch:
         """
         self._leave(step.leave_slots)
         if step.is_dummy:
-            return PlannedStep(step, _NO_SLOTS)
+            require(not len(step.chunks.slots), "a dummy step must not compute a prompt")
+            return PlannedStep(step, _NO_SLOTS, self._append_blocks(step))
         decode_slots = self._decode_slots(step)
-        self._enter(step.enters)
-        self._append_blocks(step.append_slots, step.append_block_ids)
-        chunks = (*step.chunks, *(enter.chunk for enter in step.enters))
-        require(bool(chunks) is (step.kind is not StepKind.DECODE), "the step's kind does not fit its prompt chunks")
-        num_tokens = len(decode_slots) + sum(chunk.num_tokens for chunk in chunks)
+        changes = self._enter(step)
+        changes |= self._append_blocks(step)
+        is_decode = step.kind is StepKind.DECODE
+        require((not len(step.chunks.slots)) is is_decode, "the step's kind does not fit its prompt chunks")
+        num_tokens = len(decode_slots) + len(step.chunks.token_ids)
         room = self.limits.max_num_batched_tokens - num_tokens
         require(
             num_tokens > 0 and room >= 0,
             "the step's number of tokens is out of range",
             limit=self.limits.max_num_batched_tokens,
         )
-        for chunk in chunks:
-            self._extend(chunk)
+        if not is_decode:
+            self._extend(step.chunks)
         drafts = None
         if self._drafter is not None and len(decode_slots):
             lengths, most = self._num_tokens[decode_slots], self._draft_room(decode_slots)
             drafts = self._drafter.propose(DraftRoom(decode_slots, lengths, most, room, self._tables))
-        return PlannedStep(step, decode_slots, chunks, drafts)
+        return PlannedStep(step, decode_slots, changes, drafts)
 
     def finish(self, planned: PlannedStep) -> StepInput:
         """Say what the step that was just begun computes; all tokens before it are recorded. Raises as `begin`."""
         step = planned.step
         if step.is_dummy:
-            return self._dummy(step)
+            return self._dummy(planned)
         slots, drafts = planned.decode_slots, planned.drafts
         decodes = Decodes(len(slots), None, slots, None) if drafts is None else self._drafted_decodes(slots, drafts)
-        step_input = self._make_input(decodes, planned.chunks)
-        # Sequences to decode that already have all their tokens are not computed.
-        computed = np.concatenate([slots, step_input.slots])
-        step_input.changes.update(state_changes(step, self.limits, computed))
+        step_input = self._make_input(decodes, planned)
+        step_input.changes.update(state_changes(step, self.limits, slots))
         return step_input
 
     def sampling(self, step_input: StepInput) -> SamplingRows:
         """How the rows of the step that was just applied are drawn, options included."""
         slots = step_input.row_slots
+        rows = self._sampled[slots]
         return SamplingRows(
-            temperature=self._temperature[slots],
-            top_k=self._top_k[slots],
-            top_p=self._top_p[slots],
-            seed=self._seed[slots],
-            choice=self._choice[slots],
+            temperature=rows["temperature"].copy(),
+            top_k=rows["top_k"].astype(np.int32),
+            top_p=rows["top_p"].copy(),
+            seed=rows["seed"].copy(),
+            choice=rows["choice"].astype(np.uint32),
             position=step_input.row_positions,
             states=self._options.by_row(slots) if self._options.states else {},
         )
@@ -168,35 +171,50 @@ class InputBatch:
         if self._options.states:
             self._options.leave(slots)
 
-    def _enter(self, enters: Sequence[EnteringSequence]) -> None:
-        if not enters:
-            return
-        for enter in enters:
-            check_enter(enter, self.limits, needs_all_tokens=self._drafter is not None)
-            slot, params = enter.chunk.slot, enter.params
-            require(not self._is_used[slot], "a sequence enters a slot that is in use", slot=slot)
-            self._is_used[slot] = True
-            # Until `_extend` adds the chunk, all its tokens count as later ones.
-            self._num_tokens[slot] = enter.num_cached_tokens
-            self._num_later[slot] = enter.chunk.num_tokens + enter.chunk.num_later_tokens
-            # One token is drawn after a full context, and none after that.
-            self._max_num_tokens[slot] = min(enter.max_num_tokens, self.limits.context_length + 1)
-            self._tables.set(slot, enter.block_ids)
-            self._temperature[slot] = params.temperature
-            self._top_k[slot] = params.top_k
-            self._top_p[slot] = params.top_p
-            self._seed[slot] = params.seed
-            self._choice[slot] = enter.choice
-            self._changes.enter(enter, is_edited=self._options.enter(enter))
-            if self._drafter is not None:
-                self._drafter.enter(slot, enter.cached_token_ids, int(self._max_num_tokens[slot]))
-        self._order = np.concatenate([self._order, np.array([enter.chunk.slot for enter in enters], dtype=np.int32)])
+    def _enter(self, step: Step) -> HostArrays:
+        enters, slots = step.enters, step.enters.slots
+        if not len(slots):
+            return {}
+        check_enters(enters, step.chunks, self.limits, needs_all_tokens=self._drafter is not None)
+        is_free = not self._is_used[slots].any() and are_distinct(slots)
+        require(is_free, "a sequence enters a slot that is in use")
+        self._is_used[slots] = True
+        # Until `_extend` adds the chunks, all their tokens count as later ones.
+        self._num_tokens[slots] = enters.num_cached_tokens
+        self._num_later[slots] = (step.chunks.num_tokens + step.chunks.num_later_tokens)[-len(slots) :]
+        # One token is drawn after a full context, and none after that.
+        self._max_num_tokens[slots] = np.minimum(enters.max_num_tokens, self.limits.context_length + 1)
+        self._sampled[slots] = enters.sampled
+        is_edited = self._options.enter(enters)
+        if self._drafter is not None:
+            for slot, token_ids in zip(slots.tolist(), enters.told_tokens(), strict=True):
+                self._drafter.enter(slot, token_ids, int(self._max_num_tokens[slot]))
+        self._order = np.concatenate([self._order, slots.astype(np.int32)])
+        options = DrawRows.option_columns(len(slots), enters.options)
+        return {
+            "entered_slots": slots,
+            # Logits that are changed before a token is drawn cost as little as possible before that.
+            "entered_temperature": np.where(is_edited, np.float32(0), enters.sampled["temperature"]),
+            "entered_top_k": enters.sampled["top_k"].astype(np.int32),
+            "entered_top_p": enters.sampled["top_p"],
+            "entered_seed": enters.sampled["seed"].view(np.int64),
+            "entered_choice": enters.sampled["choice"],
+            **{f"entered_{name}": column for name, column in options.items()},
+        }
 
-    def _append_blocks(self, slots: Int32Column, block_ids: Int32Column) -> None:
+    def _append_blocks(self, step: Step) -> HostArrays:
+        """Append blocks to tables, which are empty for sequences that enter."""
+        enters, slots, block_ids = step.enters, step.append_slots, step.append_block_ids
         require(len(slots) == len(block_ids), "append_slots and append_block_ids differ in length")
         if len(slots):
             self._check_used("append_slots", slots, may_repeat=True)
-            self._changes.append_blocks(slots, self._tables.append(slots, block_ids), block_ids)
+        if not len(slots) and not len(enters.slots):
+            return {}
+        slots = np.concatenate([np.repeat(enters.slots, enters.num_blocks), slots])
+        # A copy: what came over the wire cannot be written, which torch warns of.
+        block_ids = np.concatenate([enters.block_ids, block_ids])
+        columns = self._tables.append(slots, block_ids)
+        return {"table_places": slots * self._tables.width + columns, "table_ids": block_ids}
 
     def _decode_slots(self, step: Step) -> Int32Column:
         """Entering sequences are not decoded: they have no sampled token to start from."""
@@ -211,31 +229,36 @@ class InputBatch:
         require(len(slots) > 0, "no sequence to decode")
         return slots
 
-    def _extend(self, chunk: PrefillChunk) -> None:
-        slot, num_new = chunk.slot, chunk.num_tokens
-        self._check_used("chunks", np.array([slot]))
-        require(0 < num_new <= self._num_later[slot], "a chunk is empty or exceeds the rest of its prompt", slot=slot)
-        require(num_new + chunk.num_later_tokens == self._num_later[slot], "a prompt's length has changed", slot=slot)
-        token_ids = chunk.token_ids
-        check_token_ids(slot, token_ids, self.limits)
-        self._num_tokens[slot] += num_new
-        self._num_later[slot] = chunk.num_later_tokens
-        if slot in self._options.states:
-            self._options.states[slot].extend(token_ids)
+    def _extend(self, chunks: Chunks) -> None:
+        slots, num_new, num_later = chunks.slots, chunks.num_tokens, chunks.num_later_tokens
+        self._check_used("chunks", slots)
+        columns = (slots, num_new, num_later, self._num_later[slots])
+        for slot, num, num_left, num_before in zip(*(column.tolist() for column in columns), strict=True):
+            require(0 < num <= num_before, "a chunk is empty or exceeds the rest of its prompt", slot=slot)
+            require(num + num_left == num_before, "a prompt's length has changed", slot=slot)
+        check_token_ids("chunks.token_ids", chunks.token_ids, self.limits)
+        self._num_tokens[slots] += num_new.astype(np.int32)
+        self._num_later[slots] = num_later
+        self._options.extend(chunks)
         if self._drafter is not None:
-            self._drafter.extend(slot, token_ids)
+            parts = np.split(chunks.token_ids, np.cumsum(num_new)[:-1])
+            for slot, token_ids in zip(slots.tolist(), parts, strict=True):
+                self._drafter.extend(slot, token_ids)
 
-    def _dummy(self, step: Step) -> StepInput:
-        require(not step.enters and not step.chunks, "a dummy step must not compute a prompt")
+    def _dummy(self, planned: PlannedStep) -> StepInput:
+        step, limits = planned.step, self.limits
         require(step.decode_slots is None or not len(step.decode_slots), "a dummy step must not decode a sequence")
-        self._append_blocks(step.append_slots, step.append_block_ids)
         require(not len(step.state_saves) and not len(step.state_restores), "a dummy step must not copy a state")
-        is_prefill, num_tokens, limits = step.kind is not StepKind.DECODE, step.num_dummy_tokens, self.limits
+        is_prefill, num_tokens = step.kind is not StepKind.DECODE, step.num_dummy_tokens
         most = min(limits.max_num_batched_tokens, limits.context_length) if is_prefill else 1
         require(1 <= num_tokens <= most, "a dummy step's number of tokens is out of range", limit=most)
-        num_blocks, table_width = -(-num_tokens // limits.block_size), self._tables.width
-        changes = self._changes.take(table_width)
-        return StepInput.dummy(num_tokens, num_blocks, is_prefill=is_prefill, table_width=table_width, changes=changes)
+        return StepInput.dummy(
+            num_tokens,
+            -(-num_tokens // limits.block_size),
+            is_prefill=is_prefill,
+            table_width=self._tables.width,
+            changes=planned.changes,
+        )
 
     def _drafted_decodes(self, slots: Int32Column, drafts: Drafts) -> Decodes:
         """The sequences that go on, with the drafts that they have room for."""
@@ -259,8 +282,8 @@ class InputBatch:
         most = np.minimum(self._max_num_tokens[slots] - 1, num_places)
         return np.maximum(most - self._num_tokens[slots], 0)
 
-    def _make_input(self, decodes: Decodes, chunks: Sequence[PrefillChunk]) -> StepInput:
-        slots, drafts = decodes.slots, decodes.drafts
+    def _make_input(self, decodes: Decodes, planned: PlannedStep) -> StepInput:
+        slots, drafts, chunks = decodes.slots, decodes.drafts, planned.step.chunks
         if drafts is not None and not len(drafts.token_ids):
             drafts = None
         query_lens = np.ones(len(slots), dtype=np.int32)
@@ -269,13 +292,10 @@ class InputBatch:
             query_lens += drafts.counts
             context_lens += drafts.counts
         row_indexes: npt.NDArray[np.int64] | None = None
-        if chunks:
-            chunk_slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
-            slots = np.concatenate([slots, chunk_slots])
-            require(len(np.unique(slots)) == len(slots), "a slot occurs twice in the step")
-            lengths = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int32)
-            query_lens = np.concatenate([query_lens, lengths])
-            context_lens = np.concatenate([context_lens, self._num_tokens[chunk_slots]])
+        if is_prefill := len(chunks.slots) > 0:
+            slots = np.concatenate([slots, chunks.slots.astype(np.int32)])
+            query_lens = np.concatenate([query_lens, chunks.num_tokens.astype(np.int32)])
+            context_lens = np.concatenate([context_lens, self._num_tokens[chunks.slots]])
             row_indexes = np.flatnonzero(self._num_later[slots] == 0)
         row_slots = slots if row_indexes is None else slots[row_indexes]
         num_blocks_needed = self._check_lengths(slots, context_lens)
@@ -289,7 +309,7 @@ class InputBatch:
         tokens = MADE_BY_DEVICE
         if self._makes_decodes or not is_plain_decode:
             tokens = self._places(slots, context_lens, query_lens) | {
-                "token_ids": self._token_ids(decodes.slots, drafts, chunks),
+                "token_ids": self._token_ids(decodes.slots, drafts, chunks.token_ids),
                 "block_tables": self._tables.rows(slots, num_blocks),
             }
         return StepInput(
@@ -304,12 +324,12 @@ class InputBatch:
             query_lens=query_lens,
             cu_seqlens_q=cu_seqlens_q,
             num_tokens=num_tokens,
-            is_prefill=bool(chunks),
+            is_prefill=is_prefill,
             is_plain_decode=is_plain_decode,
             num_blocks=num_blocks,
             has_options=has_options and self._need_logits(row_slots),
             table_width=self._tables.width,
-            changes=self._changes.take(self._tables.width),
+            changes=planned.changes,
             draft_token_ids=NO_DRAFTS if drafts is None else drafts.token_ids,
             device_drafts=None if drafts is None else drafts.device,
             chosen_drafts=None if drafts is None else drafts.chosen,
@@ -331,7 +351,7 @@ class InputBatch:
         block_ids = self._tables.ids_at(np.repeat(slots, query_lens), positions // block_size)
         return {"positions": positions, "slot_mapping": block_ids * np.int64(block_size) + positions % block_size}
 
-    def _token_ids(self, decode_slots: Int32Column, drafts: Drafts | None, chunks: Sequence[PrefillChunk]) -> _Numbers:
+    def _token_ids(self, decode_slots: Int32Column, drafts: Drafts | None, chunked: Int32Column) -> _Numbers:
         if self._drafter is None:
             token_ids = np.zeros(len(decode_slots), np.int32)
         else:
@@ -343,7 +363,7 @@ class InputBatch:
                 is_draft[ends - drafts.counts - 1] = False
                 with_drafts[is_draft], with_drafts[~is_draft] = drafts.token_ids, token_ids
                 token_ids = with_drafts
-        return np.concatenate([token_ids, *(chunk.token_ids for chunk in chunks)]).astype(np.int64)
+        return np.concatenate([token_ids, chunked], dtype=np.int64)
 
     def _check_lengths(self, slots: Int32Column, context_lens: Int32Column) -> Int32Column:
         """Blocks each context needs; refuse the step if a sequence lacks them."""
@@ -359,8 +379,8 @@ class InputBatch:
         )
         return num_blocks_needed
 
-    def _check_used(self, column: str, slots: Int32Column, *, may_repeat: bool = False) -> None:
+    def _check_used(self, column: str, slots: npt.NDArray[np.integer[Any]], *, may_repeat: bool = False) -> None:
         in_range = not len(slots) or 0 <= slots.min() <= slots.max() < self.limits.max_num_seqs
         require(bool(in_range), "a slot is out of range", column=column, limit=self.limits.max_num_seqs)
         require(bool(self._is_used[slots].all()), "a slot holds no sequence", column=column)
-        require(may_repeat or len(np.unique(slots)) == len(slots), "a slot occurs twice", column=column)
+        require(may_repeat or are_distinct(slots), "a slot occurs twice", column=column)

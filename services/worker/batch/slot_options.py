@@ -10,8 +10,8 @@ import numpy.typing as npt
 from services.worker.batch.enter_checks import BatchLimits, require
 from services.worker.batch.step_input import PooledChunk, ScoredChunk
 from services.worker.sampling.sampling_state import GrammarMatcher, SamplingState
-from shared.step.columns import Int32Column
-from shared.step.step import EnteringSequence, PrefillChunk
+from shared.step.columns import BoolColumn, Int32Column
+from shared.step.step import NO_INTS, Chunks, Enters
 
 
 class SlotOptions:
@@ -31,26 +31,35 @@ class SlotOptions:
         self.states: dict[int, SamplingState] = {}
         """The states by slot, for sequences that have options."""
 
-    def enter(self, enter: EnteringSequence) -> bool:
-        """Keep a sequence's options, if it has some; says whether they change logits.
+    def enter(self, enters: Enters) -> BoolColumn:
+        """Keep the options of sequences that have some; [num_enters], whether they change logits.
 
         Raises:
             StepMismatchError: they have a grammar, and this worker knows none.
         """
-        slot, options = enter.chunk.slot, enter.params.options
-        if options is None:
-            return False
-        require(not options.grammar or self._make_matcher is not None, "grammars are not supported here", slot=slot)
-        state = self.states[slot] = SamplingState(
-            options,
-            stop_token_ids=np.array(enter.stop_token_ids, np.int32),
-            num_prompt_tokens=enter.num_prompt_tokens,
-            logits_width=self._limits.logits_width,
-            matcher=self._make_matcher(options.grammar) if options.grammar and self._make_matcher else None,
-            eos_token_ids=self._eos_token_ids,
-        )
-        state.extend(enter.cached_token_ids)
-        return state.changes_logits
+        is_edited = np.zeros(len(enters.slots), np.bool_)
+        told_tokens = enters.told_tokens() if enters.options else ()
+        for number, options in enters.options.items():
+            slot = int(enters.slots[number])
+            is_known = not options.grammar or self._make_matcher is not None
+            require(is_known, "grammars are not supported here", slot=slot)
+            state = self.states[slot] = SamplingState(
+                options,
+                stop_token_ids=enters.stop_token_ids.get(number, NO_INTS),
+                num_prompt_tokens=int(enters.num_prompt_tokens[number]),
+                logits_width=self._limits.logits_width,
+                matcher=self._make_matcher(options.grammar) if options.grammar and self._make_matcher else None,
+                eos_token_ids=self._eos_token_ids,
+            )
+            state.extend(told_tokens[number])
+            is_edited[number] = state.changes_logits
+        return is_edited
+
+    def extend(self, chunks: Chunks) -> None:
+        """Add prompt tokens."""
+        ends = np.cumsum(chunks.num_tokens)
+        for number, state in self._numbered(chunks):
+            state.extend(chunks.token_ids[ends[number] - chunks.num_tokens[number] : ends[number]])
 
     def leave(self, slots: Int32Column) -> None:
         """Drop the options of these slots."""
@@ -63,9 +72,7 @@ class SlotOptions:
         slot_to_row[slots] = np.arange(len(slots))
         return {int(slot_to_row[slot]): state for slot, state in self.states.items() if slot_to_row[slot] >= 0}
 
-    def scored_chunks(
-        self, chunks: Sequence[PrefillChunk], starts: Int32Column, num_tokens: Int32Column
-    ) -> Iterator[ScoredChunk]:
+    def scored_chunks(self, chunks: Chunks, starts: Int32Column, num_tokens: Int32Column) -> Iterator[ScoredChunk]:
         """The chunks whose prompt tokens have log-probabilities.
 
         Args:
@@ -73,29 +80,25 @@ class SlotOptions:
             starts: [at least num_chunks], the step's token that each begins with.
             num_tokens: [num_slots], with those of the chunks.
         """
-        for chunk, start in zip(chunks, starts.tolist(), strict=False):
-            state = self.states.get(chunk.slot)
-            if state is None or state.options.num_prompt_logprobs is None:
-                continue
-            position = int(num_tokens[chunk.slot]) - chunk.num_tokens
-            num_scored = min(chunk.num_tokens, state.num_prompt_tokens - position)
-            if num_scored > 0:
-                yield ScoredChunk(
-                    chunk.slot,
-                    start,
-                    num_scored,
-                    position,
-                    state.num_prompt_tokens,
-                    state.options.num_prompt_logprobs,
-                )
+        for number, state in self._numbered(chunks):
+            slot, num_new = int(chunks.slots[number]), int(chunks.num_tokens[number])
+            position, num_top = int(num_tokens[slot]) - num_new, state.options.num_prompt_logprobs
+            num_scored = min(num_new, state.num_prompt_tokens - position)
+            if num_top is not None and num_scored > 0:
+                start = int(starts[number])
+                yield ScoredChunk(slot, start, num_scored, position, state.num_prompt_tokens, num_top)
 
-    def pooled_chunks(
-        self, chunks: Sequence[PrefillChunk], starts: Int32Column, num_tokens: Int32Column
-    ) -> Iterator[PooledChunk]:
+    def pooled_chunks(self, chunks: Chunks, starts: Int32Column, num_tokens: Int32Column) -> Iterator[PooledChunk]:
         """The chunks of prompts that become vectors; as `scored_chunks`."""
-        for chunk, start in zip(chunks, starts.tolist(), strict=False):
-            state = self.states.get(chunk.slot)
-            if state is not None and state.options.pooling is not None:
-                position = int(num_tokens[chunk.slot]) - chunk.num_tokens
-                has_later = chunk.num_later_tokens > 0
-                yield PooledChunk(chunk.slot, start, chunk.num_tokens, position, state.options.pooling, has_later)
+        for number, state in self._numbered(chunks):
+            if state.options.pooling is not None:
+                slot, num_new = int(chunks.slots[number]), int(chunks.num_tokens[number])
+                position, has_later = int(num_tokens[slot]) - num_new, bool(chunks.num_later_tokens[number])
+                yield PooledChunk(slot, int(starts[number]), num_new, position, state.options.pooling, has_later)
+
+    def _numbered(self, chunks: Chunks) -> Iterator[tuple[int, SamplingState]]:
+        """The chunks of sequences with options, by number."""
+        if self.states:
+            for number, slot in enumerate(chunks.slots.tolist()):
+                if slot in self.states:
+                    yield number, self.states[slot]

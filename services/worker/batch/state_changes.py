@@ -10,13 +10,13 @@ from shared.step.columns import Int32Column
 from shared.step.step import Step
 
 
-def state_changes(step: Step, limits: BatchLimits, slots_in_step: Int32Column) -> HostArrays:
+def state_changes(step: Step, limits: BatchLimits, decode_slots: Int32Column) -> HostArrays:
     """The changes as rows of the states, without those of which there are none.
 
     A slot's state has the slot's number, a checkpoint's comes after those of all slots.
 
     Args:
-        slots_in_step: Those of the sequences that the step computes or decodes; repeats change nothing.
+        decode_slots: Of those that the step decodes, even if some of them have all their tokens.
 
     Returns:
         `cleared_states` [n] int64; `restored_from` and `restored_to` [m] int64; `saved_from` and `saved_to` [k] int64.
@@ -28,14 +28,15 @@ def state_changes(step: Step, limits: BatchLimits, slots_in_step: Int32Column) -
         has_pairs = len(step.state_saves) or len(step.state_restores)
         require(not has_pairs, "states are saved or restored of a model that has none")
         return {}
+    slots_in_step = np.concatenate([decode_slots, step.chunks.slots])
     has_room = not len(slots_in_step) or slots_in_step.max() < limits.num_live_states
     require(bool(has_room), "a slot has no state", limit=limits.num_live_states)
     arrays: HostArrays = {}
-    continued = {enter.chunk.slot for enter in step.enters if enter.num_cached_tokens}
-    if cleared := [enter.chunk.slot for enter in step.enters if enter.chunk.slot not in continued]:
-        arrays["cleared_states"] = np.array(cleared, np.int64)
+    is_continued = step.enters.num_cached_tokens > 0
+    if not is_continued.all():
+        arrays["cleared_states"] = step.enters.slots[~is_continued]
     slots, checkpoints = _split("state_restores", step.state_restores, limits)
-    is_each_restored = len(slots) == len(continued) and set(slots.tolist()) == continued
+    is_each_restored = np.array_equal(np.sort(slots), np.sort(step.enters.slots[is_continued]))
     require(is_each_restored, "state_restores are not those of the sequences that enter with cached tokens")
     if len(slots):
         arrays |= {"restored_from": checkpoints, "restored_to": slots}

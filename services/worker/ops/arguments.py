@@ -18,6 +18,7 @@ _HostColumn = npt.NDArray[np.generic]
 
 # Dtypes of columns.
 _FLOAT32, _INT32, _INT64 = ({"dtype": dtype} for dtype in (torch.float32, torch.int32, torch.int64))
+_HOST_DTYPES = {torch.float32: np.float32, torch.int32: np.int32, torch.int64: np.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class DrawRows:
         columns: dict[str, _HostColumn] = {}
         for name, dtype in cls.dtypes().items():
             if hasattr(NO_OPTIONS, name):
-                values = torch.full((num_rows,), getattr(NO_OPTIONS, name), dtype=dtype).numpy()
+                values = np.full(num_rows, getattr(NO_OPTIONS, name), _HOST_DTYPES[dtype])
                 for row, options in row_to_options.items():
                     values[row] = getattr(options, name)
                 columns[name] = values

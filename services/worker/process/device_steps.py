@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -16,7 +16,6 @@ from services.worker.process.exits import DomainEnd, ExitCode, end_process
 from services.worker.process.step_profiler import StepProfiler
 from services.worker.runner.cache_room import CacheRoom
 from shared.errors import DrainingError, InternalError, ServiceError
-from shared.step.columns import Int32Column
 from shared.step.step import Step, StepResult
 
 if TYPE_CHECKING:
@@ -100,7 +99,8 @@ class DeviceSteps:
 
     def _launch_watched(self, step: Step) -> PendingStep:
         """Launch a step of a process with a failpoint or a directory for profiles."""
-        if self._fail_on_token is not None and any((column == self._fail_on_token).any() for column in _brought(step)):
+        brought = (step.chunks.token_ids, step.enters.told_token_ids)
+        if self._fail_on_token is not None and any((column == self._fail_on_token).any() for column in brought):
             end_process(ExitCode.FAILPOINT, "the step contains the --fail-on-token token", step_id=step.step_id)
         pending = self.runner.launch(step)
         self._profiler.count_launch()
@@ -120,11 +120,3 @@ def _max_num_tokens(request: worker_pb2.AttachRequest, runner: ModelRunner) -> i
     if request.HasField("max_num_batched_tokens"):
         return request.max_num_batched_tokens
     return runner.step_proposal.num_prompt_tokens + request.max_num_seqs
-
-
-def _brought(step: Step) -> Iterator[Int32Column]:
-    for enter in step.enters:
-        yield enter.chunk.token_ids
-        yield enter.cached_token_ids
-    for chunk in step.chunks:
-        yield chunk.token_ids

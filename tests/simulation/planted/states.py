@@ -44,8 +44,9 @@ def _a_chunk_starts_anew(patch: Patch) -> None:
 
     def clear(self: WorkerModel, step: Step) -> None:
         restore(self, step)
-        for chunk in step.chunks if self._states.size else ():
-            self._states[chunk.slot] = 0
+        if self._states.size:
+            # Those of sequences that enter are the last ones.
+            self._states[step.chunks.slots[: len(step.chunks.slots) - len(step.enters.slots)]] = 0
 
     patch.setattr(WorkerModel, "_restore_states", clear)
 
@@ -58,9 +59,9 @@ def _a_slot_is_not_cleared(patch: Patch) -> None:
     def keep(self: WorkerModel, step: Step) -> None:
         before = self._states.copy()
         restore(self, step)
-        for enter in step.enters if self._states.size else ():
-            if not enter.num_cached_tokens:
-                self._states[enter.chunk.slot] = before[enter.chunk.slot]
+        if self._states.size:
+            slots = step.enters.slots[step.enters.num_cached_tokens == 0]
+            self._states[slots] = before[slots]
 
     patch.setattr(WorkerModel, "_restore_states", keep)
 

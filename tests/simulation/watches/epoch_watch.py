@@ -21,6 +21,7 @@ from tests.simulation.watches.admission_bound import max_steps_to_admission
 from tests.simulation.watches.share_watch import Claim, RankView, ShareWatch
 from tests.simulation.watches.state_watch import StateWatch, Text
 from tests.simulation.workload import CellSettings, Expected, RequestPlan, Salt, number_of
+from tests.support.worker.worker_steps import unpack
 
 # A step that makes no progress for this long ends its epoch.
 _STEP_DEADLINE_S = 10.0
@@ -341,15 +342,15 @@ class EpochWatch:
             assert asks == is_scored, "a prompt's log-probabilities are requested twice, or never"
             num_shared = enter.num_cached_tokens // self._settings.cache.block_size
             salt = entry.plan.salt
-            is_own = all(self._block_to_salt.get(block) == salt for block in enter.block_ids[:num_shared])
+            is_own = all(self._block_to_salt.get(block) == salt for block in unpack(enter.block_bytes)[:num_shared])
             assert is_own, "a shared prefix was not computed under this salt in this epoch"
-            self._block_to_salt.update(dict.fromkeys(enter.block_ids, salt))
+            self._block_to_salt.update(dict.fromkeys(unpack(enter.block_bytes), salt))
             after_step = self._num_steps - 1 - len(self.in_flight)
             self._batch[enter.chunk.slot] = Entered(
-                entry, self._num_entered, after_step, is_scored, enter.block_ids.tolist(), entry.num_tokens
+                entry, self._num_entered, after_step, is_scored, unpack(enter.block_bytes), entry.num_tokens
             )
             self._num_entered += 1
-            self._prompt_blocks[enter.chunk.slot] = enter.block_ids.tolist()
+            self._prompt_blocks[enter.chunk.slot] = unpack(enter.block_bytes)
             self._num_sent_tokens[enter.chunk.slot] = enter.num_cached_tokens
 
     def _check_victims(self, batch: ScheduledBatch) -> int:
@@ -392,7 +393,7 @@ class EpochWatch:
             end = self._num_sent_tokens[chunk.slot] = start + chunk.num_tokens
             computed.update(self._prompt_blocks[chunk.slot][start // block_size : -(-end // block_size)])
         for enter in batch.enters:
-            shared = enter.block_ids[: enter.num_cached_tokens // block_size].tolist()
+            shared = unpack(enter.block_bytes)[: enter.num_cached_tokens // block_size]
             assert self._settings.cache.enable_prefix_caching or not shared, (
                 "a prefix is shared although caching is off"
             )

@@ -367,9 +367,9 @@ class WorkerModel:
         """Apply a step's batch changes, compute it, and return its result."""
         step = parse_step(request)
         inputs = self._batch.apply(step)
-        for enter in step.enters:
-            self._slot_to_number[enter.chunk.slot] = self._num_entered
-            self._slot_to_seed[enter.chunk.slot] = enter.params.seed
+        for slot, seed in zip(step.enters.slots.tolist(), step.enters.sampled["seed"].tolist(), strict=True):
+            self._slot_to_number[slot] = self._num_entered
+            self._slot_to_seed[slot] = seed
             self._num_entered += 1
         self._restore_states(step)
         if step.is_dummy:
@@ -411,11 +411,11 @@ class WorkerModel:
         assert self._states.size or not len(step.state_restores), "a checkpoint for a model without state"
         restores = dict(step.state_restores.tolist())
         assert len(restores) == len(step.state_restores), "two checkpoints for one slot"
-        for enter in step.enters if self._states.size else ():
-            checkpoint = restores.pop(enter.chunk.slot, None)
-            assert (checkpoint is not None) == (enter.num_cached_tokens > 0), "a prefix without its state"
-            state = 0 if checkpoint is None else self._states[self._num_live + checkpoint]
-            self._states[enter.chunk.slot] = state
+        enters = zip(step.enters.slots.tolist(), step.enters.num_cached_tokens.tolist(), strict=True)
+        for slot, num_cached_tokens in enters if self._states.size else ():
+            checkpoint = restores.pop(slot, None)
+            assert (checkpoint is not None) == (num_cached_tokens > 0), "a prefix without its state"
+            self._states[slot] = 0 if checkpoint is None else self._states[self._num_live + checkpoint]
         assert not restores, "a checkpoint for a slot that is not entered"
 
     def _save_states(self, step: ParsedStep, inputs: StepInput) -> list[int]:

@@ -16,7 +16,7 @@ from services.worker.runner.steps.pending_step import PendingStep
 from shared.request.sampling_params import SamplingOptions, SamplingParams
 from shared.step.logprobs import Logprobs
 from shared.step.step import EnteringSequence, PrefillChunk, Step, StepKind, StepResult
-from tests.support.worker.worker_steps import EPOCH, column, make_chunk, pack
+from tests.support.worker.worker_steps import EPOCH, column, make_chunk, pack, to_columns
 
 # By position: the token's rank, and the tokens and values of its entries.
 Scores = dict[int, tuple[list[int], list[int], list[float]]]
@@ -145,11 +145,10 @@ class WorkerDriver:
             step_id=1,
             kind=_kind(decodes=bool(decodes), prompts=bool(begun or entering)),
             leave_slots=column([seq.slot for seq in leaving]),
-            enters=tuple(self._enter(seq) for seq in entering),
             append_slots=column([slot for slot, _ in append]),
             append_block_ids=column([block_id for _, block_id in append]),
             decode_slots=column([seq.slot for seq in decodes]) if decodes else None,
-            chunks=tuple(self._chunk(seq) for seq in begun),
+            **to_columns([self._enter(seq) for seq in entering], [self._chunk(seq) for seq in begun]),
         )
         # These slots may be reused from the next step on.
         self._free_slots += [seq.slot for seq in leaving]

@@ -12,8 +12,9 @@ from lockstep.internal.v1 import worker_pb2
 from shared.ids import Slot
 from shared.request.sampling_codec import encode_options
 from shared.request.sampling_params import SamplingOptions, SamplingParams
-from shared.step.columns import Int32Column
-from shared.step.step import EnteringSequence, PrefillChunk, Step, StepKind
+from shared.step.codec import parse_step
+from shared.step.columns import Int32Column, Int64Column
+from shared.step.step import SAMPLED_DTYPE, Chunks, EnteringSequence, Enters, PrefillChunk, Step, StepKind
 
 EPOCH = 1
 WIRE_DTYPE = np.dtype("<i4")
@@ -27,6 +28,11 @@ def column(values: Sequence[int] = ()) -> Int32Column:
 def pack(values: Sequence[int] | Int32Column) -> bytes:
     """Encode a column."""
     return np.array(values, dtype=WIRE_DTYPE).tobytes()
+
+
+def split(values: Int32Column, counts: Int64Column) -> list[Int32Column]:
+    """The parts of a column, which have `counts` [num_parts] numbers each."""
+    return np.split(values, np.cumsum(counts))[: len(counts)]
 
 
 def unpack(data: bytes) -> list[int]:
@@ -115,39 +121,49 @@ def with_pairs(
 
 def to_request(step: Step) -> worker_pb2.StepRequest:
     """Encode `step`."""
+    chunks = _to_chunks(step.chunks)
+    num_begun = len(chunks) - len(step.enters.slots)
     return worker_pb2.StepRequest(
         epoch=step.epoch,
         step_id=step.step_id,
         kind=f"STEP_KIND_{step.kind.name}",
         leave_slots=pack(step.leave_slots),
-        enters=[
-            worker_pb2.EnterSequence(
-                chunk=_to_message(enter.chunk),
-                num_cached_tokens=enter.num_cached_tokens,
-                num_prompt_tokens=enter.num_prompt_tokens,
-                block_ids=enter.block_bytes,
-                temperature=enter.params.temperature,
-                top_k=enter.params.top_k,
-                top_p=enter.params.top_p,
-                seed=enter.params.seed,
-                max_num_tokens=enter.max_num_tokens,
-                choice=enter.choice,
-                options=None if enter.params.options is None else encode_options(enter.params.options),
-                stop_token_ids=pack(enter.stop_token_ids),
-                cached_token_ids=enter.cached_token_bytes,
-            )
-            for enter in step.enters
-        ],
+        enters=_to_enters(step.enters, chunks[num_begun:]),
         append_slots=pack(step.append_slots),
         append_block_ids=pack(step.append_block_ids),
         decode_slots=None if step.decode_slots is None else pack(step.decode_slots),
-        chunks=[_to_message(chunk) for chunk in step.chunks],
+        chunks=chunks[:num_begun],
         is_dummy=step.is_dummy,
         num_tokens_across_dp=step.num_tokens_across_dp,
         state_saves=pack(step.state_saves),
         state_restores=pack(step.state_restores),
         graph_batch_size=step.graph_batch_size,
     )
+
+
+def to_columns(enters: Sequence[EnteringSequence] = (), chunks: Sequence[PrefillChunk] = ()) -> dict[str, Any]:
+    """The fields `enters` and `chunks` of a step, as a worker reads them."""
+    messages = [
+        worker_pb2.EnterSequence(
+            chunk=_to_message(enter.chunk),
+            num_cached_tokens=enter.num_cached_tokens,
+            num_prompt_tokens=enter.num_prompt_tokens,
+            block_ids=enter.block_bytes,
+            temperature=enter.params.temperature,
+            top_k=enter.params.top_k,
+            top_p=enter.params.top_p,
+            seed=enter.params.seed,
+            max_num_tokens=enter.max_num_tokens,
+            choice=enter.choice,
+            options=None if enter.params.options is None else encode_options(enter.params.options),
+            stop_token_ids=pack(enter.stop_token_ids),
+            cached_token_ids=enter.cached_token_bytes,
+        )
+        for enter in enters
+    ]
+    kind = worker_pb2.STEP_KIND_PREFILL
+    step = parse_step(worker_pb2.StepRequest(kind=kind, enters=messages, chunks=map(_to_message, chunks)))
+    return {"enters": step.enters, "chunks": step.chunks}
 
 
 def heartbeat_request(epoch: int = EPOCH, scheduler: str = "test") -> worker_pb2.StepRequest:
@@ -159,6 +175,33 @@ def _to_message(chunk: PrefillChunk) -> worker_pb2.PrefillChunk:
     return worker_pb2.PrefillChunk(
         slot=chunk.slot, token_ids=chunk.token_bytes, num_later_tokens=chunk.num_later_tokens
     )
+
+
+def _to_chunks(chunks: Chunks) -> list[worker_pb2.PrefillChunk]:
+    columns = (chunks.slots.tolist(), split(chunks.token_ids, chunks.num_tokens), chunks.num_later_tokens.tolist())
+    return [
+        worker_pb2.PrefillChunk(slot=slot, token_ids=pack(token_ids), num_later_tokens=num_later)
+        for slot, token_ids, num_later in zip(*columns, strict=True)
+    ]
+
+
+def _to_enters(enters: Enters, chunks: Sequence[worker_pb2.PrefillChunk]) -> list[worker_pb2.EnterSequence]:
+    block_ids, told_tokens = split(enters.block_ids, enters.num_blocks), enters.told_tokens()
+    sampled = [dict(zip(SAMPLED_DTYPE.names or (), each, strict=True)) for each in enters.sampled.tolist()]
+    return [
+        worker_pb2.EnterSequence(
+            chunk=chunk,
+            num_cached_tokens=int(enters.num_cached_tokens[number]),
+            num_prompt_tokens=int(enters.num_prompt_tokens[number]),
+            block_ids=pack(block_ids[number]),
+            max_num_tokens=int(enters.max_num_tokens[number]),
+            options=encode_options(enters.options[number]) if number in enters.options else None,
+            stop_token_ids=pack(enters.stop_token_ids.get(number, ())),
+            cached_token_ids=pack(told_tokens[number]),
+            **sampled[number],
+        )
+        for number, chunk in enumerate(chunks)
+    ]
 
 
 def _make_step(  # noqa: PLR0917 - a step's parts in the protocol's order
@@ -175,9 +218,8 @@ def _make_step(  # noqa: PLR0917 - a step's parts in the protocol's order
         step_id=step_id,
         kind=kind,
         leave_slots=column(leave),
-        enters=enters,
         append_slots=column([slot for slot, _ in append]),
         append_block_ids=column([block_id for _, block_id in append]),
         decode_slots=None if rows is None else column(rows),
-        chunks=chunks,
+        **to_columns(enters, chunks),
     )

@@ -21,7 +21,16 @@ from shared.step.logprobs import Logprobs
 from shared.step.step import EnteringSequence, PrefillChunk, StepKind, StepResult
 from tests.support.clients.every_option import unset_options
 from tests.support.scheduler.engine_driver import EOS, EngineDriver
-from tests.support.worker.worker_steps import column, decode_step, make_enter, pack, prefill_step, to_request, unpack
+from tests.support.worker.worker_steps import (
+    column,
+    decode_step,
+    make_enter,
+    pack,
+    prefill_step,
+    split,
+    to_request,
+    unpack,
+)
 
 EVERY_OPTION = SamplingOptions(
     min_p=0.25,
@@ -70,24 +79,50 @@ def make_dummy(leave_slots: Sequence[int] = ()) -> ScheduledBatch:
     )
 
 
-def there_and_back(enter: EnteringSequence) -> EnteringSequence:
-    message = to_request(prefill_step(enter)).SerializeToString()
-    return parse_step(worker_pb2.StepRequest.FromString(message)).enters[0]
+def plan_of(enters: Sequence[EnteringSequence], chunks: Sequence[PrefillChunk]) -> ScheduledBatch:
+    """A batch that computes prompts."""
+    return replace(make_dummy(), kind=StepKind.PREFILL, num_tokens=1, enters=list(enters), chunks=list(chunks))
 
 
 def test_no_option_is_left_out_here() -> None:
     assert not unset_options(EVERY_OPTION)
 
 
-@pytest.mark.parametrize("enter", [EVERY_FIELD, make_enter(0, [1], [2])], ids=["every field", "none that is rare"])
-def test_an_entering_sequence_survives_encoding(enter: EnteringSequence) -> None:
-    assert there_and_back(enter) == enter
+def test_sequences_that_enter_become_columns() -> None:
+    enters = [make_enter(5, [3], [9]), EVERY_FIELD, make_enter(1, [4, 5], [])]
+    chunks = [PrefillChunk(Slot(7), pack([20, 21, 22]), 1)]
+    message = encode_step(Step(1, 7, plan_of(enters, chunks))).SerializeToString()
+    parsed = parse_step(worker_pb2.StepRequest.FromString(message))
+    parts = [*chunks, *(enter.chunk for enter in enters)]
+    assert parsed.chunks.slots.tolist() == [chunk.slot for chunk in parts]
+    assert parsed.chunks.num_tokens.tolist() == [chunk.num_tokens for chunk in parts]
+    assert parsed.chunks.num_later_tokens.tolist() == [chunk.num_later_tokens for chunk in parts]
+    assert parsed.chunks.token_ids.tobytes() == b"".join(chunk.token_bytes for chunk in parts)
+    columns = parsed.enters
+    assert columns.slots.tolist() == [enter.chunk.slot for enter in enters]
+    for name in ("num_cached_tokens", "num_prompt_tokens", "max_num_tokens"):
+        assert getattr(columns, name).tolist() == [getattr(enter, name) for enter in enters], name
+    tables = split(columns.block_ids, columns.num_blocks)
+    assert [ids.tobytes() for ids in tables] == [enter.block_bytes for enter in enters]
+    assert [ids.tobytes() for ids in columns.told_tokens()] == [enter.cached_token_bytes for enter in enters]
+    assert columns.sampled.tolist() == [
+        (each.params.seed, each.choice, each.params.top_k, each.params.temperature, each.params.top_p)
+        for each in enters
+    ]
+    assert columns.options == {1: EVERY_OPTION}
+    assert {number: ids.tolist() for number, ids in columns.stop_token_ids.items()} == {1: [2, 9]}
+
+
+def test_tests_encode_a_step_as_the_scheduler_does() -> None:
+    chunks = [PrefillChunk(Slot(7), pack([2]), 1)]
+    message = encode_step(Step(1, 7, plan_of([EVERY_FIELD, make_enter(1, [4], [])], chunks)))
+    assert to_request(parse_step(message)) == message
 
 
 def test_options_that_change_nothing_decode_to_none() -> None:
     request = to_request(prefill_step(make_enter(0, [1], [2])))
     request.enters[0].options.min_p = 0.0
-    assert parse_step(request).enters[0].params.options == SamplingOptions()
+    assert parse_step(request).enters.options == {0: SamplingOptions()}
 
 
 @pytest.mark.parametrize("name", ["block_ids", "stop_token_ids", "cached_token_ids"])
@@ -198,10 +233,12 @@ def test_a_worker_parses_what_a_scheduler_planned() -> None:
     step = driver.sent[0]
     parsed = parse_step(encode_step(step))
     assert (parsed.epoch, parsed.step_id, parsed.kind) == (step.epoch, step.step_id, step.batch.kind)
-    assert (parsed.leave_slots.tolist(), parsed.chunks) == (step.batch.leave_slots, ())
-    [enter], [planned] = parsed.enters, step.batch.enters
+    assert parsed.leave_slots.tolist() == step.batch.leave_slots
+    [planned] = step.batch.enters
     assert planned.num_cached_tokens == 32
-    assert enter == replace(planned, params=replace(planned.params, stop_token_ids=(), ignore_eos=False))
+    assert parsed.chunks.token_ids.tobytes() == planned.chunk.token_bytes
+    assert parsed.enters.told_token_ids.tolist() == list(range(32))
+    assert parsed.enters.options == {0: planned.params.options}
 
 
 def test_a_plain_sequence_enters_without_the_optional_fields() -> None:

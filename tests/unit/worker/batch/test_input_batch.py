@@ -28,6 +28,8 @@ from tests.support.worker.worker_steps import (
     mixed_step,
     pack,
     prefill_step,
+    to_columns,
+    unpack,
     with_params,
 )
 
@@ -161,7 +163,7 @@ def _draw_step(
     if not rows or not data.draw(st.booleans(), label="mixed"):
         return prefill_step(*enters, chunks=chunks, leave=leave), query_lens
     decode, decode_lens = _draw_decode(data, sequences, rows, complete, leave)
-    mixed = dataclasses.replace(decode, kind=StepKind.MIXED, enters=tuple(enters), chunks=tuple(chunks))
+    mixed = dataclasses.replace(decode, kind=StepKind.MIXED, **to_columns(enters, chunks))
     return mixed, decode_lens | query_lens
 
 
@@ -173,7 +175,7 @@ def _draw_enter(data: st.DataObject, sequences: dict[int, PlainSequence], slot: 
     seed = data.draw(st.integers(0, 2**64 - 1))
     sequences[slot] = PlainSequence(tokens[:num_cached], tokens[num_cached:], blocks, seed)
     chunk = _draw_chunk(data, sequences, slot)
-    first = chunk.token_ids.tolist()
+    first = unpack(chunk.token_bytes)
     return make_enter(
         slot, first, blocks, num_cached_tokens=num_cached, num_later_tokens=chunk.num_later_tokens, seed=seed
     )
@@ -308,7 +310,7 @@ BAD_STEPS = {
     "rows: twice": decode_step(rows=[1, 3, 1]),
     "rows: none": decode_step(rows=[]),
     "rows: everyone left": decode_step(leave=[1, 3]),
-    "decode: a sequence enters": dataclasses.replace(decode_step(), enters=(GOOD,)),
+    "decode: a sequence enters": dataclasses.replace(decode_step(), **to_columns([GOOD])),
     "prefill: no sequence enters": prefill_step(),
     "prefill: with decode_slots": dataclasses.replace(prefill_step(GOOD), decode_slots=column([0])),
     "chunk: of a complete sequence": prefill_step(chunks=[make_chunk(3, [1])]),
@@ -316,6 +318,7 @@ BAD_STEPS = {
     "chunk: slot above the limit": prefill_step(chunks=[make_chunk(6, [1])]),
     "mixed: without a prompt": mixed_step(),
     "mixed: no sequence to decode": dataclasses.replace(mixed_step(GOOD), leave_slots=column([3, 1])),
+    "mixed: a sequence enters and is decoded": mixed_step(GOOD, rows=[0]),
     "prefill: the same slot twice": prefill_step(GOOD, GOOD),
     "prefill: more tokens than the budget": prefill_step(*(make_enter(slot, [1] * 24, range(6)) for slot in (0, 2, 4))),
 }
@@ -334,6 +337,13 @@ BAD_CHUNKS = {
     "negative token": make_chunk(0, [1, -1, 1]),
     "token at the logits width": make_chunk(0, [100], 2),
 }
+REPEATED_CHUNKS = {
+    "twice": prefill_step(chunks=[make_chunk(0, [1, 2, 3]), make_chunk(0, [1, 2, 3])]),
+    "one after the other": prefill_step(chunks=[make_chunk(0, [1], 2), make_chunk(0, [1, 1])]),
+    "and decoded": mixed_step(chunks=[make_chunk(0, [1, 2, 3])], rows=[0]),
+    "and entered": prefill_step(GOOD, chunks=[make_chunk(0, [1, 2, 3])]),
+    "and left": prefill_step(chunks=[make_chunk(0, [1, 2, 3])], leave=[0]),
+}
 
 
 @pytest.mark.parametrize("chunk", BAD_CHUNKS.values(), ids=BAD_CHUNKS.keys())
@@ -342,6 +352,14 @@ def test_a_chunk_that_does_not_fit_its_prompt_is_refused(chunk: PrefillChunk) ->
     batch.apply(prefill_step(make_enter(0, [1, 2], [10, 11], num_later_tokens=3)))
     with pytest.raises(StepMismatchError):
         batch.apply(prefill_step(chunks=[chunk]))
+
+
+@pytest.mark.parametrize("step", REPEATED_CHUNKS.values(), ids=REPEATED_CHUNKS.keys())
+def test_a_slot_is_in_one_place_of_a_step(step: Step) -> None:
+    batch = make_batch()
+    batch.apply(prefill_step(make_enter(0, [1, 2], [10, 11], num_later_tokens=3)))
+    with pytest.raises(StepMismatchError):
+        batch.apply(step)
 
 
 def test_a_sequence_is_not_decoded_before_its_prompt_is_complete() -> None:
@@ -407,19 +425,23 @@ def test_arrays_of_a_step_do_not_change_with_the_next_one() -> None:
         np.testing.assert_array_equal(array, copy)
 
 
+def set_table(tables: BlockTables, slot: int, block_ids: npt.NDArray[np.int32]) -> None:
+    tables.append(np.full(len(block_ids), slot), block_ids)
+
+
 def test_block_tables_take_memory_for_the_longest_table_not_for_the_context() -> None:
     tables = BlockTables(num_slots=512, num_pool_blocks=131072, max_blocks_per_sequence=131072)
     assert tables.num_bytes < 100_000
-    tables.set(0, np.arange(1000, dtype=np.int32))
+    set_table(tables, 0, np.arange(1000, dtype=np.int32))
     assert tables.num_bytes < 3_000_000
     np.testing.assert_array_equal(tables.rows(column([0]), 1000)[0], np.arange(1000))
 
 
 def test_a_slots_previous_table_leaves_no_entries() -> None:
     tables = BlockTables(num_slots=2, num_pool_blocks=50, max_blocks_per_sequence=40)
-    tables.set(1, np.arange(1, 31, dtype=np.int32))
+    set_table(tables, 1, np.arange(1, 31, dtype=np.int32))
     tables.clear(column([1]))
-    tables.set(1, column([5]))
+    set_table(tables, 1, column([5]))
     assert tables.rows(column([1]), 30).tolist() == [[5] + [0] * 29]
 
 

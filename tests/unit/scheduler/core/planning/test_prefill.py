@@ -17,6 +17,7 @@ from shared.step.step import EnteringSequence, PrefillChunk
 from tests.support.scheduler.core import Parts, add, completion_of, give, make_scheduler, make_sequence, prompt_of
 from tests.support.scheduler.core import send as schedule
 from tests.support.scheduler.engine_driver import EOS, token_bytes, worker_facts
+from tests.support.worker.worker_steps import unpack
 
 SMALL_STEPS = SchedulerPolicy(max_num_seqs=8, max_num_batched_tokens=8)
 
@@ -107,7 +108,7 @@ def test_the_worker_is_told_all_it_needs_to_know_of_an_entering_sequence() -> No
     assert entering.max_num_tokens == 15
     # The plan keeps its blocks when the sequence's table grows.
     seq.block_table.append(9)
-    assert entering.block_ids.tolist() == [0, 1]
+    assert unpack(entering.block_bytes) == [0, 1]
 
 
 @pytest.mark.parametrize(("ignore_eos", "stops"), [(False, (3, EOS, 9)), (True, (3, 9))])
@@ -134,7 +135,7 @@ def test_a_cached_prefix_is_not_computed_and_not_charged() -> None:
     prefill = parts.plan_prefill(budget=2)
     [entering] = prefill.enters
     assert (entering.num_cached_tokens, entering.chunk.token_bytes) == (8, token_bytes([1008, 77]))
-    assert entering.block_ids.tolist() == [0, 1, 3]
+    assert unpack(entering.block_bytes) == [0, 1, 3]
     assert (prefill.budget, second.num_first_cached_tokens, first.num_first_cached_tokens) == (0, 8, 0)
     assert (parts.counters.num_prefix_queried_tokens, parts.counters.num_prefix_hit_tokens) == (20, 8)
 
@@ -191,7 +192,7 @@ def test_prompt_log_probabilities_are_computed_though_the_prompt_is_cached() -> 
     entering = admit_alone(parts, scored)
     assert (entering.num_cached_tokens, entering.chunk.num_tokens, entering.params.options) == (0, 9, options)
     # What it computed is shared like any other prefix.
-    assert admit_alone(parts, make_sequence(3, prompt)).block_ids[:2].tolist() == scored.block_table[:2].tolist()
+    assert unpack(admit_alone(parts, make_sequence(3, prompt)).block_bytes)[:2] == scored.block_table[:2].tolist()
 
 
 def test_a_mean_is_computed_of_the_whole_prompt_and_the_last_state_after_what_is_cached() -> None:
@@ -254,7 +255,7 @@ def test_a_prompt_above_the_budget_is_sent_in_chunks_with_blocks_for_all_of_it()
     seq, other = make_sequence(1, 20), make_sequence(2, 4)
     parts.add(seq, other)
     prefill = parts.plan_prefill(budget=8)
-    assert (sent(prefill), prefill.enters[0].block_ids.tolist()) == ([(0, 8, 12)], [0, 1, 2, 3, 4])
+    assert (sent(prefill), unpack(prefill.enters[0].block_bytes)) == ([(0, 8, 12)], [0, 1, 2, 3, 4])
     assert (parts.running.begun, seq.type) == ([seq], SequenceType.PREFILL)
     # The full blocks of a chunk can be found once it is sent.
     assert parts.num_cached_tokens(prompt_of(seq)) == 8
