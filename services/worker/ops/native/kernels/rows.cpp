@@ -1,6 +1,8 @@
 #include "rows.h"
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 
 namespace lockstep::products {
 
@@ -74,29 +76,60 @@ void quantize_row(const Matrix& m, const T* x, uint8_t* target) {
 // The most that a code of two planes can be.
 constexpr float kMostCode = 127.0f * 128.0f;
 
+// The largest magnitude among values, or one that is not finite: without their signs, their bits have their order.
+float largest_magnitude(const float* x, int64_t count) {
+    __m512i largest = _mm512_setzero_si512();
+    for (int64_t i = 0; i < count; i += kLanes) {
+        const __m512i bits = _mm512_castps_si512(load_up_to(x + i, count - i).v);
+        largest = _mm512_max_epu32(largest, _mm512_and_si512(bits, _mm512_set1_epi32(0x7FFFFFFF)));
+    }
+    return std::bit_cast<float>(_mm512_reduce_max_epu32(largest));
+}
+float largest_magnitude(const bf16* x, int64_t count) {
+    __m512i largest = _mm512_setzero_si512();
+    for (int64_t i = 0; i < count; i += 2 * kLanes) {
+        const __mmask32 mask = count - i >= 2 * kLanes ? ~__mmask32{0} : (__mmask32{1} << (count - i)) - 1;
+        const __m512i bits = _mm512_maskz_loadu_epi16(mask, x + i);
+        largest = _mm512_max_epu16(largest, _mm512_and_si512(bits, _mm512_set1_epi16(0x7FFF)));
+    }
+    const __m512i halves = _mm512_max_epu16(largest, _mm512_srli_epi32(largest, 16));
+    return std::bit_cast<float>(_mm512_reduce_max_epu32(_mm512_slli_epi32(halves, 16)));
+}
+
+// The codes of 32 columns in 16 bits: in each quarter first four of the first 16 columns, and then four of the others.
+template <class T>
+__m512i quantize_words(const T* x, int64_t count, Floats inverse) {
+    const Ints first = round_to_ints(mul(load_up_to(x, count), inverse));
+    return _mm512_packs_epi32(first.v, round_to_ints(mul(load_up_to(x + kLanes, count - kLanes), inverse)).v);
+}
+
 template <class T>
 void quantize_planes(const Matrix& m, const T* x, uint8_t* target) {
     const PlanesRow row = planes_row(m, target);
     const int64_t columns = num_groups(m) * group_columns(m.scales);
-    Floats largest = zeros(), poison = zeros();
-    for (int64_t column = 0; column < m.num_columns; column += kLanes) {
-        const Floats values = load_up_to(x + column, m.num_columns - column);
-        largest = max(largest, absolute(values));
-        poison = fma(values, zeros(), poison);
-    }
-    const float bound = max_lane(largest);
+    const float bound = largest_magnitude(x, m.num_columns);
     const Floats inverse = fill(bound > kSmallest ? kMostCode / bound : 0.0f);
+    // Puts the quarters' parts in the order of their columns.
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i ones = _mm512_set1_epi16(1);
     Ints sum = fill_ints(0);
-    for (int64_t column = 0; column < columns; column += kLanes) {
-        const Floats values = load_up_to(x + column, m.num_columns - column);
-        const Ints codes = round_to_ints(max(min(mul(values, inverse), fill(kMostCode)), fill(-kMostCode)));
-        // From -64 to 63 is left for the lower plane.
-        const Ints high = shift_right(add(codes, fill_ints(64)), 7);
-        store_low_bytes(row.high + column, high);
-        store_low_bytes(row.low + column, sub(codes, shift_left(high, 7)));
-        sum = add(sum, codes);
+    static_assert(group_columns(Scales::kRow) == 4 * kLanes);
+    for (int64_t column = 0; column < columns; column += 4 * kLanes) {
+        __m512i high[2], low[2];
+        for (int part = 0; part < 2; ++part) {
+            const int64_t first = column + part * 2 * kLanes;
+            const __m512i codes = quantize_words(x + first, m.num_columns - first, inverse);
+            // From -64 to 63 is left for the lower plane.
+            high[part] = _mm512_srai_epi16(_mm512_add_epi16(codes, _mm512_set1_epi16(64)), 7);
+            low[part] = _mm512_sub_epi16(codes, _mm512_slli_epi16(high[part], 7));
+            sum = add(sum, Ints{_mm512_madd_epi16(codes, ones)});
+        }
+        const __m512i high_bytes = _mm512_packs_epi16(high[0], high[1]), low_bytes = _mm512_packs_epi16(low[0], low[1]);
+        _mm512_store_si512(row.high + column, _mm512_permutexvar_epi32(order, high_bytes));
+        _mm512_store_si512(row.low + column, _mm512_permutexvar_epi32(order, low_bytes));
     }
-    *row.scale = bound / kMostCode + sum_lanes(poison);
+    // Codes of values that are not finite are any.
+    *row.scale = std::isfinite(bound) ? bound / kMostCode : NAN;
     *row.sum = *row.scale * static_cast<float>(sum_lanes(sum));
 }
 
