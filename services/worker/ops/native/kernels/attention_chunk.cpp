@@ -103,7 +103,12 @@ void read_tile(const T* cache, int64_t stride, const int64_t* heads, int64_t cou
     for (int64_t j = 0; j < count; ++j) {
         const T* from = cache + heads[j] * stride;
         N* to = rows + j * width;
-        for_vectors(dim, [&](int64_t i, int64_t size) { store(to + i, load_up_to(from + i, size)); });
+        if constexpr (std::is_same_v<N, T>) {
+            std::copy_n(from, dim, to);
+            std::fill(to + dim, to + width, N());
+        } else {
+            for_vectors(dim, [&](int64_t i, int64_t size) { store(to + i, load_up_to(from + i, size)); });
+        }
     }
     std::fill_n(rows + count * width, (kTile - count) * width, N());
 }
@@ -273,31 +278,34 @@ class Chunk {
         }
     }
 
-    // Turns the scores of up to kChunkBlock rows into weights: the others of the block have weights of 0.
-    void weigh_block(int64_t row, int64_t num_rows, int64_t first_key, int64_t count, float* block_scores) {
+    // Turns the scores of up to kChunkBlock rows into weights, and multiplies the rows' sums by their factors.
+    void weigh_block(int64_t row, int64_t num_rows, int64_t first_key, int64_t count, float* scores) {
+        // Rows are in the order of their tokens: what the first and the last one see, all see.
+        const bool is_whole = count == kTile && num_rows == kChunkBlock && seen_of_tile(row, first_key).end >= kTile &&
+                              seen_of_tile(row + num_rows - 1, first_key).begin <= 0;
+        if (is_whole) {
+            if (!weigh_whole_rows(scratch_, row, scores, key_scales_, value_scales())) return;
+        } else {
+            weigh_part(row, num_rows, first_key, count, scores);
+        }
+        for (int64_t r = 0; r < num_rows; ++r) rescale(row + r);
+    }
+
+    // Turns the scores of rows that may not see all of the tile into weights: the others of the block have weights of 0.
+    void weigh_part(int64_t row, int64_t num_rows, int64_t first_key, int64_t count, float* block_scores) {
         for (int64_t r = 0; r < kChunkBlock; ++r) {
             float* scores = block_scores + r * kTile;
             if (r < num_rows) {
-                weigh_scaled(row + r, scores, first_key, count);
-                rescale(row + r);
+                for (int64_t j = 0; j < kTile; j += kWidth) store(scores + j, mul(load(scores + j), load(key_scales_ + j)));
+                weigh_row(row + r, scores, first_key, count);
             }
             const int64_t width = r < num_rows ? (count + kWidth - 1) / kWidth * kWidth : 0;
             std::fill_n(reinterpret_cast<bf16*>(scores) + width, kTile - width, bf16{0});
         }
     }
 
-    void weigh_scaled(int64_t row, float* scores, int64_t first_key, int64_t count) {
-        const Range seen = seen_of_tile(row, first_key);
-        if (count == kTile && seen.begin <= 0 && seen.end >= kTile) {
-            return weigh_whole(scores, key_scales_, value_scales(), scratch_.state(row));
-        }
-        for (int64_t j = 0; j < kTile; j += kWidth) store(scores + j, mul(load(scores + j), load(key_scales_ + j)));
-        weigh(scores, count, seen, value_scales(), scratch_.state(row), reinterpret_cast<N*>(scores));
-    }
-
     void rescale(int64_t row) {
         const float factor = scratch_.factors[row];
-        if (factor == 1.0f) return;
         float* sums = scratch_.sum + row * scratch_.value_width;
         for (int64_t i = 0; i < scratch_.value_width; i += kWidth) {
             store(sums + i, mul(load(sums + i), broadcast(factor)));

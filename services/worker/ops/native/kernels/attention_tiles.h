@@ -83,29 +83,59 @@ inline void score_block(const Scratch& scratch, int64_t row, float* scores) {
     for_sums<4>([&](auto tile) { amx::store<tile>(scores + tile * kStepWords, kTile * sizeof(float)); });
 }
 
-// As `weigh` of a row that sees the whole tile, with scores that are not yet multiplied by their scales.
-inline void weigh_whole(float* scores, const float* scales, const float* value_scales, RowState row) {
+// The highest of each of 16 rows of 16 values, in the order of the rows.
+inline Vec highest_of_rows(Vec (&rows)[kChunkBlock]) {
+    // Each step halves the vectors, and what a vector has of each row: first neighbours, then pairs, then quarters.
+    const auto high_pairs = [](Vec a, Vec b) { return max(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); };
+    const auto high_quarters = [](Vec a, Vec b) {
+        return max(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+    };
+    const auto high_of_four = [&](int row) {
+        const __m512d a = _mm512_castps_pd(high_pairs(rows[row], rows[row + 1]));
+        const __m512d b = _mm512_castps_pd(high_pairs(rows[row + 2], rows[row + 3]));
+        return max(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    };
+    return high_quarters(high_quarters(high_of_four(0), high_of_four(4)), high_quarters(high_of_four(8), high_of_four(12)));
+}
+
+// Turns the scores [kChunkBlock, kTile] of the block of rows from `row` on into weights, as `weigh` does for one that sees
+// the whole tile; scores are not yet multiplied by their scales. All rows' states change together, without a branch that
+// the processor could guess wrong. Returns whether sums of weighted values are to be multiplied by their factors.
+inline bool weigh_whole_rows(
+    const Scratch& scratch, int64_t row, float* scores, const float* scales, const float* value_scales) {
     constexpr int kParts = kTile / kWidth;
-    Vec parts[kParts];
-    for (int i = 0; i < kParts; ++i) parts[i] = mul(load(scores + i * kWidth), load(scales + i * kWidth));
     static_assert(kParts == 4);
-    const Vec most = max(max(parts[0], parts[1]), max(parts[2], parts[3]));
-    const float former = row.highest;
-    row.factor = 1.0f;
-    if (former == -INFINITY || at_most_bits(most, broadcast(former)) != (1u << kWidth) - 1) {
-        row.highest = std::max(former, max_of(most));
-        row.factor = former == row.highest ? 1.0f : exp2(former - row.highest);
+    Vec most[kChunkBlock];
+    for (int64_t r = 0; r < kChunkBlock; ++r) {
+        const float* from = scores + r * kTile;
+        Vec parts[kParts];
+        for (int i = 0; i < kParts; ++i) parts[i] = mul(load(from + i * kWidth), load(scales + i * kWidth));
+        most[r] = max(max(parts[0], parts[1]), max(parts[2], parts[3]));
     }
+    const Vec former = load(scratch.highest + row), highest = max(highest_of_rows(most), former);
+    const uint32_t same = equal_bits(former, highest);
+    const Vec factor = _mm512_mask_mov_ps(exp2(sub(former, highest)), static_cast<__mmask16>(same), broadcast(1.0f));
+    store(scratch.highest + row, highest);
+    store(scratch.factors + row, factor);
     // Nothing but infinities: their differences would be NaN.
-    const Vec subtracted = broadcast(row.highest == -INFINITY ? 0.0f : row.highest);
-    Vec total = mul(load(row.total), broadcast(row.factor));
-    auto* weights = reinterpret_cast<bf16*>(scores);
-    for (int i = 0; i < kParts; ++i) {
-        const Vec part = power<bf16>(sub(parts[i], subtracted));
-        store(weights + i * kWidth, value_scales == nullptr ? part : mul(part, load(value_scales + i * kWidth)));
-        total = add(total, part);
+    const uint32_t empty = equal_bits(highest, broadcast(-INFINITY));
+    alignas(64) float subtracted[kChunkBlock];
+    store(subtracted, _mm512_mask_mov_ps(highest, static_cast<__mmask16>(empty), zeros()));
+    for (int64_t r = 0; r < kChunkBlock; ++r) {
+        float* from = scores + r * kTile;
+        auto* weights = reinterpret_cast<bf16*>(from);
+        float* total = scratch.totals + (row + r) * kWidth;
+        Vec parts[kParts];
+        for (int i = 0; i < kParts; ++i) {
+            parts[i] = power<bf16>(sub(mul(load(from + i * kWidth), load(scales + i * kWidth)), broadcast(subtracted[r])));
+        }
+        for (int i = 0; i < kParts; ++i) {
+            store(weights + i * kWidth, value_scales == nullptr ? parts[i] : mul(parts[i], load(value_scales + i * kWidth)));
+        }
+        const Vec former_total = mul(load(total), broadcast(scratch.factors[row + r]));
+        store(total, add(former_total, add(add(parts[0], parts[1]), add(parts[2], parts[3]))));
     }
-    store(row.total, total);
+    return same != (1u << kWidth) - 1;
 }
 
 // Adds a tile's values to the sums of the block of rows from `row` on, with their weights [kChunkBlock, kTile words].
