@@ -147,9 +147,11 @@ def test_a_second_signal_ends_a_held_group_at_once(model_dir: Path, tmp_path: Pa
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         stub.Attach(DRAINABLE)
         results = stub.Execute(iter(steps.get, None))
-        steps.put(next(requests_of(0)))
-        # The stream is open, and the group is held.
-        next(results)
+        for request in requests_of(0):
+            steps.put(request)
+        # A step's result says that the scheduler's heartbeat was read before it: the group is held.
+        while next(results).HasField("heartbeat"):
+            pass
         leader.process.send_signal(signal.SIGTERM)
         while not next(results).heartbeat.is_leaving:
             pass
