@@ -23,9 +23,10 @@ from services.worker.batch.enter_checks import (
 )
 from services.worker.batch.slot_options import SlotOptions
 from services.worker.batch.state_changes import state_changes
-from services.worker.batch.step_input import MADE_BY_DEVICE, StepInput
+from services.worker.batch.step_input import StepInput
 from services.worker.forward.staging import HostArrays
 from services.worker.ops import DrawRows
+from services.worker.sampling.runs import NO_RUNS, Runs
 from services.worker.sampling.sampling_rows import SamplingRows
 from services.worker.sampling.sampling_state import GrammarMatcher
 from shared.step.columns import Int32Column
@@ -67,6 +68,8 @@ class InputBatch:
         self._makes_decodes = makes_decodes
         # Slots in the order in which their sequences entered.
         self._order = _NO_SLOTS
+        # Those of the last plain decode, which the device keeps.
+        self._decoded_slots = _NO_SLOTS
         self._is_used = np.zeros(num_slots, dtype=np.bool_)
         self._num_tokens = np.zeros(num_slots, dtype=np.int32)
         self._max_num_tokens = np.zeros(num_slots, dtype=np.int32)
@@ -121,11 +124,17 @@ class InputBatch:
         """Say what the step that was just begun computes; all tokens before it are recorded. Raises as `begin`."""
         step = planned.step
         if step.is_dummy:
-            return self._dummy(planned)
-        slots, drafts = planned.decode_slots, planned.drafts
-        decodes = Decodes(len(slots), None, slots, None) if drafts is None else self._drafted_decodes(slots, drafts)
-        step_input = self._make_input(decodes, planned)
-        step_input.changes.update(state_changes(step, self.limits, slots))
+            step_input = self._dummy(planned)
+        else:
+            slots, drafts = planned.decode_slots, planned.drafts
+            decodes = Decodes(len(slots), None, slots, None) if drafts is None else self._drafted_decodes(slots, drafts)
+            step_input = self._make_input(decodes, planned)
+            step_input.arrays.update(state_changes(step, self.limits, slots))
+        if not step_input.is_plain_decode:
+            step_input.arrays.update(step_input.row_arrays())
+        elif not np.array_equal(step_input.slots, self._decoded_slots):
+            self._decoded_slots = step_input.slots
+            step_input.arrays["decode_slots"] = step_input.slots.astype(np.int64)
         return step_input
 
     def sampling(self, step_input: StepInput) -> SamplingRows:
@@ -306,12 +315,19 @@ class InputBatch:
         starts, has_options = cu_seqlens_q[num_decodes:], bool(self._options.states)
         num_blocks = int(num_blocks_needed.max(initial=0))
         is_plain_decode = 0 < num_tokens == num_decodes == len(slots)
-        tokens = MADE_BY_DEVICE
+        needs_logits = has_options and self._need_logits(row_slots)
+        draft_counts, runs = None if drafts is None else drafts.counts_of_rows(len(row_slots)), NO_RUNS
+        if drafts is not None or needs_logits:
+            runs = Runs.of(len(row_slots), draft_counts, NO_DRAFTS if drafts is None else drafts.token_ids)
+        arrays = planned.changes
         if self._makes_decodes or not is_plain_decode:
-            tokens = self._places(slots, context_lens, query_lens) | {
-                "token_ids": self._token_ids(decodes.slots, drafts, chunks.token_ids),
-                "block_tables": self._tables.rows(slots, num_blocks),
-            }
+            arrays |= self._places(slots, context_lens, query_lens)
+            arrays["token_ids"] = self._token_ids(decodes.slots, drafts, chunks.token_ids)
+            arrays["block_tables"] = self._tables.rows(slots, num_blocks)
+            if num_decodes and self._drafter is None:
+                arrays["unknown_slots"] = decodes.slots.astype(np.int64)
+        if drafts is not None and drafts.chosen is not None:
+            arrays["chosen_drafts"] = drafts.chosen
         return StepInput(
             num_decodes=num_decodes,
             slots=slots,
@@ -327,16 +343,14 @@ class InputBatch:
             is_prefill=is_prefill,
             is_plain_decode=is_plain_decode,
             num_blocks=num_blocks,
-            has_options=has_options and self._need_logits(row_slots),
+            has_options=needs_logits,
             table_width=self._tables.width,
-            changes=planned.changes,
-            draft_token_ids=NO_DRAFTS if drafts is None else drafts.token_ids,
+            arrays=arrays,
+            runs=runs,
             device_drafts=None if drafts is None else drafts.device,
-            chosen_drafts=None if drafts is None else drafts.chosen,
-            draft_counts=None if drafts is None else drafts.counts_of_rows(len(row_slots)),
+            draft_counts=draft_counts,
             scored_chunks=tuple(self._options.scored_chunks(chunks, starts, self._num_tokens)) if has_options else (),
             pooled_chunks=tuple(self._options.pooled_chunks(chunks, starts, self._num_tokens)) if has_options else (),
-            **tokens,
         )
 
     def _need_logits(self, slots: Int32Column) -> bool:

@@ -9,19 +9,11 @@ import numpy.typing as npt
 
 from services.worker.batch.decodes import DeviceDrafts
 from services.worker.forward.staging import HostArrays
+from services.worker.sampling.runs import NO_RUNS, Runs
 from shared.request.sampling_params import Pooling
 from shared.step.columns import Int32Column
 
 _NO_SLOTS: Int32Column = np.empty(0, np.int32)
-_NO_TOKENS: npt.NDArray[np.int64] = np.empty(0, np.int64)
-
-MADE_BY_DEVICE: HostArrays = {
-    "token_ids": _NO_TOKENS,
-    "positions": _NO_TOKENS,
-    "slot_mapping": _NO_TOKENS,
-    "block_tables": np.empty((0, 0), np.int32),
-}
-"""The fields of `StepInput` that are empty if the device makes the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +51,6 @@ class PooledChunk:
 @dataclass(frozen=True, slots=True)
 class StepInput:
     """What one step computes, in host arrays that belong to it alone.
-
-    Tokens and their places in the cache are empty where the device makes them: in plain decodes without a drafter.
 
     Sequence i computes the tokens [cu_seqlens_q[i], cu_seqlens_q[i + 1]): a decode its last token and then its drafts,
     a prefill a chunk of its prompt. A row is a complete sequence, so tokens are sampled for it:
@@ -100,23 +90,22 @@ class StepInput:
     """Whether a row's logits are edited, or its token's log-probabilities are wanted."""
     table_width: int
     """Columns that the device's block tables need; never fewer than before."""
-    changes: HostArrays
-    """What the step changes by slot; see `DeviceBatch.apply` and `state_changes`."""
-    draft_token_ids: Int32Column
-    """[num_drafts], row after row; 0 where the device computes them."""
-    token_ids: npt.NDArray[np.int64]
-    """[num_tokens]; 0 for what only the device has: drafts that it computes, and a decode's last token unless drafts
-    are made."""
-    positions: npt.NDArray[np.int64]
-    """[num_tokens], each token's position in its sequence."""
-    slot_mapping: npt.NDArray[np.int64]
-    """[num_tokens], block_id * block_size + offset; -1: its KV is not stored."""
-    block_tables: Int32Column
-    """[num_seqs, num_blocks], 0 after a sequence's last block."""
+    arrays: HostArrays
+    """What the device gets, by name: what the step changes by slot, see `DeviceBatch.apply` and `state_changes`, and
+    what `row_arrays` names. Besides, unless the device makes them, as in plain decodes without a drafter:
+
+        token_ids       [num_tokens] int64; 0 for what only the device has: drafts that it computes, and a decode's last
+                        token unless drafts are made
+        positions       [num_tokens] int64, each token's position in its sequence
+        slot_mapping    [num_tokens] int64, block_id * block_size + offset; -1: its KV is not stored
+        block_tables    [num_seqs, num_blocks] int32, 0 after a sequence's last block
+        unknown_slots   [num_decodes] int64, the slots of the first tokens, if only the device has these
+        chosen_drafts   see `Drafts.chosen`
+    """
+    runs: Runs = NO_RUNS
+    """The places at which the rows' tokens are drawn; none if each is a row without options."""
     device_drafts: DeviceDrafts | None = None
     """What the device drafts for the step; None if the host knows its drafts."""
-    chosen_drafts: npt.NDArray[np.int64] | None = None
-    """See `Drafts.chosen`."""
     draft_counts: Int32Column | None = None  # [num_rows], drafts of each row; None means that no row has any
     scored_chunks: tuple[ScoredChunk, ...] = ()
     pooled_chunks: tuple[PooledChunk, ...] = ()
@@ -144,25 +133,44 @@ class StepInput:
             num_blocks=num_blocks,
             has_options=False,
             table_width=table_width,
-            changes=changes,
-            draft_token_ids=_NO_SLOTS,
-            token_ids=np.zeros(num_tokens, np.int64),
-            positions=np.arange(num_tokens, dtype=np.int64),
-            slot_mapping=np.full(num_tokens, -1, np.int64),
-            # Attention reads whatever block 0 holds, and its result is discarded.
-            block_tables=np.zeros((1, num_blocks), np.int32),
+            arrays=changes
+            | {
+                "token_ids": np.zeros(num_tokens, np.int64),
+                "positions": np.arange(num_tokens, dtype=np.int64),
+                "slot_mapping": np.full(num_tokens, -1, np.int64),
+                # Attention reads whatever block 0 holds, and its result is discarded.
+                "block_tables": np.zeros((1, num_blocks), np.int32),
+            },
         )
 
     def row_sequences(self) -> npt.NDArray[np.int64]:
         """[num_rows], the rows' sequences, ascending."""
         return np.arange(len(self.slots)) if self.row_indexes is None else self.row_indexes
 
-    def logit_tokens(self) -> npt.NDArray[np.int64] | None:
-        """Indexes of the tokens whose logits are sampled from, row after row; None means all."""
-        if self.row_indexes is None:
-            return None
-        ends = self.cu_seqlens_q[1:][self.row_indexes].astype(np.int64)
-        if self.draft_counts is None:
-            return ends - 1
-        counts = self.draft_counts + np.int64(1)
-        return np.repeat(ends - np.cumsum(counts), counts) + np.arange(counts.sum())
+    def row_arrays(self) -> HostArrays:
+        """Where the sequences and rows of a step are that is no plain decode, and where its tokens are drawn.
+
+        `logit_tokens` are the tokens whose logits are sampled from, row after row; without it all are.
+        """
+        arrays: HostArrays = {
+            "context_lens": self.context_lens,
+            "cu_seqlens_q": self.cu_seqlens_q,
+            "row_slots": self.row_slots.astype(np.int64),
+            "row_positions": self.row_positions,
+        }
+        runs = self.runs
+        if self.row_indexes is not None:
+            ends = self.cu_seqlens_q[1:][self.row_indexes].astype(np.int64)
+            if self.draft_counts is None:
+                arrays["logit_tokens"] = ends - 1
+            else:
+                arrays["logit_tokens"] = (ends - self.draft_counts - 1)[runs.rows] + runs.offsets
+        if self.draft_counts is not None:
+            arrays["place_slots"] = arrays["row_slots"][runs.rows]
+            arrays["place_positions"] = self.row_positions[runs.rows] + runs.offsets
+            arrays |= {"run_firsts": runs.firsts, "run_wanted": runs.wanted}
+        if self.device_drafts is not None:
+            # Decodes are a step's first sequences, so their tokens are its first ones too.
+            arrays["drafted_places"] = places = runs.drafted()
+            arrays["drafted_tokens"] = places + 1
+        return arrays

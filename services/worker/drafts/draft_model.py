@@ -81,15 +81,15 @@ class DraftModelProposer(DraftProposer):
     @override
     def observe(self, inputs: StepInput) -> Observe | None:
         slots, first_tokens = inputs.slots[inputs.num_decodes :], inputs.cu_seqlens_q[inputs.num_decodes : -1]
-        first = inputs.positions[first_tokens]
+        first = inputs.arrays["positions"][first_tokens]
         lengths = np.clip(self._model.context_length - first, 0, inputs.query_lens[inputs.num_decodes :])
         self._num_computed[slots] = first + lengths
         fitting = np.flatnonzero(lengths)
         if not len(fitting):
             return None
         runs = TokenRuns(first[fitting], lengths[fitting])
-        token_ids = inputs.token_ids[runs.spread(first_tokens[fitting])]
-        tables = inputs.block_tables[inputs.num_decodes :][fitting]
+        token_ids = inputs.arrays["token_ids"][runs.spread(first_tokens[fitting])]
+        tables = inputs.arrays["block_tables"][inputs.num_decodes :][fitting]
 
         def compute_chunks(_: ComputedTokens) -> None:
             assert self._kv_cache is not None, "drafts before the first epoch"

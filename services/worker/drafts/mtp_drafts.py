@@ -83,7 +83,7 @@ class MtpProposer(DraftProposer):
 
     @override
     def observe(self, inputs: StepInput) -> Observe | None:
-        first = inputs.positions[inputs.cu_seqlens_q[:-1]]
+        first = inputs.arrays["positions"][inputs.cu_seqlens_q[:-1]]
         is_awaited = (first > 0) & (first == self._awaited[inputs.slots])
         known = _KnownTokens.make(inputs, is_awaited)
         goes_on = np.ones(len(inputs.slots), np.bool_)
@@ -209,10 +209,10 @@ class _KnownTokens:
         # The step draws a successor of a row's last token too.
         lengths[rows] += 1
         sequences = np.flatnonzero(lengths)
-        first = inputs.positions[starts] - num_waiting
+        first = inputs.arrays["positions"][starts] - num_waiting
         runs = TokenRuns(first[sequences], lengths[sequences])
         places = runs.spread((starts - num_waiting)[sequences])
-        token_ids = inputs.token_ids[np.minimum(places + 1, len(inputs.token_ids) - 1)]
+        token_ids = inputs.arrays["token_ids"][np.minimum(places + 1, inputs.num_tokens - 1)]
         row_runs = np.searchsorted(sequences, rows)
         num_drawn = np.ones(len(rows), np.int64)
         if inputs.draft_counts is not None:
@@ -221,7 +221,7 @@ class _KnownTokens:
         slots = inputs.slots.astype(np.int64)
         return cls(
             runs=runs,
-            block_tables=inputs.block_tables[sequences],
+            block_tables=inputs.arrays["block_tables"][sequences],
             sequences=sequences,
             slots=slots[sequences],
             places=places,

@@ -82,7 +82,7 @@ class StateEnd:
 
         Those of decodes, `saved_decodes` among the saves and `decodes` among the step's, are known with their counts.
         """
-        saved = step_input.changes.get("saved_from")
+        saved = step_input.arrays.get("saved_from")
         if saved is None:
             return {}
         starts, lengths = np.zeros(len(saved), np.int64), np.zeros(len(saved), np.int64)

@@ -13,17 +13,15 @@ from services.worker.batch.step_input import StepInput
 from services.worker.drafts.drafted_states import ModelStates
 from services.worker.drafts.drafter import DraftProposer
 from services.worker.forward.kv_cache import KvCache
-from services.worker.runner.graphs.step_graphs import StepGraphs
+from services.worker.runner.graphs.step_graphs import DraftGraph, StepGraphs
 from services.worker.runner.rank import Rank
 from services.worker.runner.steps.coupling import Coupling
 from services.worker.runner.steps.pending_step import PendingStep
-from services.worker.runner.steps.step_arrays import StepArrays
 from services.worker.runner.steps.step_job import JobResults, StepJob
 from services.worker.runner.steps.step_states import states_in_steps
 from services.worker.runner.steps.step_work import StepWork
 from services.worker.runner.stream import EnqueuedWork
 from services.worker.sampling.row_options import NO_OPTIONS, RowOptions
-from services.worker.sampling.runs import NO_RUNS, Runs
 from shared.step.step import Step
 
 
@@ -67,9 +65,8 @@ class BatchRunner:
         draws = None if graphs is None else graphs.decodes.draw_rows
         columns = DeviceBatch(rank.ops, batch.limits, rank.device, decode_draws=draws)
         self._proposer = proposer
-        in_steps = None if states is None else states_in_steps(states, kv_cache.block_size)
-        self._arrays = StepArrays(in_steps, has_drafts=proposer is not None)
-        self._work = StepWork(rank, kv_cache, columns, in_steps, has_drafts=proposer is not None)
+        self._states = None if states is None else states_in_steps(states, kv_cache.block_size)
+        self._work = StepWork(rank, kv_cache, columns, self._states, has_drafts=proposer is not None)
         # Whether what is proposed depends on the tokens of the step before, or the host has them anyway.
         self._is_asked_first = not rank.stream.is_async or proposer is None or proposer.needs_tokens
         # The last step with a proposer, until the batch was told its tokens.
@@ -117,16 +114,17 @@ class BatchRunner:
 
     def _make_job(self, step: Step, step_input: StepInput) -> StepJob:
         dp, graph = self._coupling.plan(step, step_input)
-        drafts, num_rows, runs = step_input.draft_counts, len(step_input.row_slots), NO_RUNS
-        if drafts is not None or step_input.has_options:
-            runs = Runs.of(num_rows, drafts, step_input.draft_token_ids)
+        arrays, row_width = step_input.arrays, 0
+        if isinstance(graph, DraftGraph):
+            arrays, row_width = graph.graphs.pad(step_input, graph.size), graph.graphs.row_width
+        if self._states is not None:
+            arrays |= self._states.arrays(step_input, row_width)
         return StepJob(
             step_input=step_input,
-            staging=self._stream.stage(self._arrays.of(step_input, graph, runs)),
+            staging=self._stream.stage(arrays),
             dp=dp,
             graph=graph,
             options=RowOptions.of(self._batch.sampling(step_input)) if step_input.has_options else NO_OPTIONS,
-            runs=runs,
             results=JobResults(),
         )
 

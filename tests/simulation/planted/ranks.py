@@ -79,7 +79,8 @@ def _dummies_write_kv(patch: Patch) -> None:
     dummy = StepInput.dummy
 
     def write(num_tokens: int, num_blocks: int, **others: Any) -> StepInput:
-        return replace(dummy(num_tokens, num_blocks, **others), slot_mapping=np.zeros(num_tokens, np.int64))
+        made = dummy(num_tokens, num_blocks, **others)
+        return replace(made, arrays=made.arrays | {"slot_mapping": np.zeros(num_tokens, np.int64)})
 
     patch.setattr(StepInput, "dummy", write)
 

@@ -374,7 +374,7 @@ class WorkerModel:
         self._restore_states(step)
         if step.is_dummy:
             # A dummy belongs to no sequence; if it writes a cell, any sequence that reads the cell goes wrong.
-            slot_mapping = inputs.slot_mapping
+            slot_mapping = inputs.arrays["slot_mapping"]
             self._cells.reshape(-1)[slot_mapping[slot_mapping >= 0]] = chain(0, 0)
         self._name_last_tokens(inputs)
         rows = self._batch.sampling(inputs)
@@ -398,9 +398,9 @@ class WorkerModel:
                 np.array([numbers[row] for row in not_finite_rows], np.int32),
                 0,
                 counts=None if (counts == 1).all() else counts,
-                num_draft_tokens=len(inputs.draft_token_ids),
+                num_draft_tokens=len(inputs.runs.drafted()),
                 logprobs=_row_logprobs(rows, runs, not_finite_rows),
-                prompt_logprobs=_prompt_logprobs(inputs, inputs.token_ids),
+                prompt_logprobs=_prompt_logprobs(inputs, inputs.arrays["token_ids"]),
                 failed_grammar_rows=np.array([numbers[row] for row in failed_grammar_rows], np.int32),
                 not_finite_saves=np.array(not_finite_saves, np.int32),
             )
@@ -441,7 +441,7 @@ class WorkerModel:
         """Put in the tokens that only a worker's device knows."""
         slots = inputs.slots[: inputs.num_decodes]
         # A dummy has no slot.
-        inputs.token_ids[inputs.cu_seqlens_q[: len(slots)]] = self._last_token[slots]
+        inputs.arrays["token_ids"][inputs.cu_seqlens_q[: len(slots)]] = self._last_token[slots]
 
     def _forward(self, inputs: StepInput, sampling: SamplingRows) -> tuple[list[list[int]], list[int], list[int]]:
         """Compute the sequences one after the other.
@@ -453,10 +453,13 @@ class WorkerModel:
         lengths = inputs.context_lens.tolist()
         seeds = list(map(noise_of, sampling.seed.tolist(), sampling.choice.tolist()))
         rows = range(len(seeds)) if inputs.row_indexes is None else inputs.row_indexes.tolist()
-        new_tokens = inputs.token_ids.tolist()
+        new_tokens = inputs.arrays["token_ids"].tolist()
         states = [
             self._compute(
-                slot, inputs.block_tables[index], lengths[index], new_tokens[starts[index] : starts[index + 1]]
+                slot,
+                inputs.arrays["block_tables"][index],
+                lengths[index],
+                new_tokens[starts[index] : starts[index + 1]],
             )
             for index, slot in enumerate(inputs.slots.tolist())
         ]
@@ -465,7 +468,7 @@ class WorkerModel:
         failed_grammar_rows: list[int] = []
         self.last_spoilers = []
         self._passed_states = {}
-        drafts = iter(inputs.draft_token_ids.tolist())
+        drafts = iter(inputs.runs.wanted[inputs.runs.drafted()].tolist())
         counts = inputs.draft_counts
         for row, index in enumerate(rows):
             its_drafts = list(islice(drafts, 0 if counts is None else int(counts[row])))

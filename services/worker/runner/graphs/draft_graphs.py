@@ -69,31 +69,34 @@ class DraftGraphs(PaddedGraphs):
         super().__init__(functions, settings, RankLayout(), sizes=sizes, inputs=inputs, longest=longest)
 
     def pad(self, step_input: StepInput, size: int) -> HostArrays:
-        """The inputs of a decode for the graph of this size, and where the step's own tokens are in them."""
+        """The arrays of a decode, with the inputs of the graph of this size.
+
+        `padded_places` [num_tokens] int64 are where the step's own tokens are in these.
+        """
+        arrays = step_input.arrays
         lengths = step_input.query_lens.astype(np.int64)
         num_seqs, num_tokens = len(lengths), self._num_tokens
         starts = np.arange(num_seqs, dtype=np.int32) * np.int32(num_tokens)
         places = np.arange(step_input.num_tokens) + np.repeat(starts - step_input.cu_seqlens_q[:-1], lengths)
         token_ids = np.zeros(size * num_tokens, np.int64)
-        token_ids[places] = step_input.token_ids
+        token_ids[places] = arrays["token_ids"]
         slot_mapping = np.full(size * num_tokens, -1, np.int64)
-        slot_mapping[places] = step_input.slot_mapping
+        slot_mapping[places] = arrays["slot_mapping"]
         positions = np.zeros((size, num_tokens), np.int64)
-        positions[:num_seqs] = step_input.positions[step_input.cu_seqlens_q[:-1], None] + np.arange(num_tokens)
+        positions[:num_seqs] = arrays["positions"][step_input.cu_seqlens_q[:-1], None] + np.arange(num_tokens)
         context_lens = np.full(size, num_tokens, np.int32)
         context_lens[:num_seqs] = step_input.context_lens + (num_tokens - step_input.query_lens)
-        arrays = {
-            "padded_token_ids": token_ids,
+        padded = {
+            "token_ids": token_ids,
             # Tables of rotations end with the context.
-            "padded_positions": positions.clip(max=self._context_length - 1).ravel(),
-            "padded_slot_mapping": slot_mapping,
-            "padded_context_lens": context_lens,
-            "padded_block_tables": step_input.block_tables,
+            "positions": positions.clip(max=self._context_length - 1).ravel(),
+            "slot_mapping": slot_mapping,
+            "context_lens": context_lens,
             "padded_places": places,
         }
-        if self._state_slots is not None:
-            arrays["padded_state_slots"] = step_input.slots.astype(np.int64)
-        return arrays
+        if "drafted_tokens" in arrays:
+            padded["drafted_tokens"] = places[arrays["drafted_tokens"]]
+        return arrays | padded
 
     @property
     def row_width(self) -> int:
@@ -103,14 +106,14 @@ class DraftGraphs(PaddedGraphs):
     def replay_padded(self, size: int, arrays: dict[str, Tensor]) -> Tensor:
         """Compute the decode of `pad`: hidden states [num_tokens, hidden] of its own tokens."""
         num_tokens, inputs = size * self._num_tokens, self._inputs
-        inputs.token_ids[:num_tokens].copy_(arrays["padded_token_ids"])
-        inputs.positions[:num_tokens].copy_(arrays["padded_positions"])
-        inputs.slot_mapping[:num_tokens].copy_(arrays["padded_slot_mapping"])
-        inputs.context_lens[:size].copy_(arrays["padded_context_lens"])
-        tables = arrays["padded_block_tables"]
+        inputs.token_ids[:num_tokens].copy_(arrays["token_ids"])
+        inputs.positions[:num_tokens].copy_(arrays["positions"])
+        inputs.slot_mapping[:num_tokens].copy_(arrays["slot_mapping"])
+        inputs.context_lens[:size].copy_(arrays["context_lens"])
+        tables = arrays["block_tables"]
         inputs.block_tables[: len(tables), : tables.shape[1]].copy_(tables)
         places = arrays["padded_places"]
-        return self.replay(size, arrays.get("padded_state_slots", places[:0]))[places]
+        return self.replay(size, arrays.get("state_slots", places[:0]))[places]
 
     @override
     def _in_context(self, context: ForwardContext) -> ForwardContext:

@@ -72,6 +72,7 @@ class PendingStep:
             InternalError: the computation or the device failed.
         """
         step, step_input, results = self.step, self.job.step_input, self.job.results
+        draft_counts = step_input.draft_counts
         with reported(step):
             drawn, sampled, others, device_time_us = self._read()
             arrays = iter(others)
@@ -90,7 +91,7 @@ class PendingStep:
                 failed_grammar_rows=sampled.failed_grammar_rows,
                 device_time_us=device_time_us,
                 counts=sampled.counts,
-                num_draft_tokens=len(step_input.draft_token_ids),
+                num_draft_tokens=0 if draft_counts is None else int(draft_counts.sum()),
                 logprobs=sampled.logprobs,
                 prompt_logprobs=tuple(prompts),
                 not_finite_saves=not_finite,
@@ -106,7 +107,7 @@ class PendingStep:
                 others, results = self.job.staging.read(), self.job.results
                 drawn = np.empty(0, np.int64) if results.drawn is None else others.pop()
                 counts = None if results.counts is None else others.pop()
-                sampled = SampledTokens.of(drawn) if counts is None else self.job.runs.cut(drawn, counts)
+                sampled = SampledTokens.of(drawn) if counts is None else self.job.step_input.runs.cut(drawn, counts)
                 self._downloads = _Downloads(drawn, sampled, others, device_time_us)
             return self._downloads
 
@@ -116,7 +117,7 @@ class PendingStep:
         """With what the rows' options ask for, of which scores are the first `arrays`."""
         results = self.job.results
         if results.failed_rows is not None:
-            failed = results.failed_rows[drawn[self.job.runs.firsts[results.failed_rows]] >= 0]
+            failed = results.failed_rows[drawn[self.job.step_input.runs.firsts[results.failed_rows]] >= 0]
             sampled = replace(sampled, failed_grammar_rows=failed.astype(np.int32))
         if results.scored is not None:
             sampled = replace(sampled, logprobs=_logprobs(results.scored, drawn, sampled.counts, _take(arrays, 3)))

@@ -17,14 +17,13 @@ from services.worker.runner.prompt_logprobs import PromptScores
 from services.worker.runner.steps.coupling import StepGraph
 from services.worker.sampling.logprobs import ScoreTensors
 from services.worker.sampling.row_options import RowOptions, ScoredPlaces
-from services.worker.sampling.runs import Runs
 
 
 class Draw(NamedTuple):
     """The tokens of a step's rows."""
 
     arrays: dict[str, Tensor]
-    """The step's, on the device; see `StepArrays`."""
+    """The step's, on the device; see `StepInput.arrays`."""
     positions: Tensor
     """[num_rows] int64: where the rows' first tokens are drawn."""
     logits: Tensor | None
@@ -72,8 +71,6 @@ class StepJob:
     """The graph that computes it; None if none does."""
     options: RowOptions
     """The options of the rows."""
-    runs: Runs
-    """The places at which the rows' tokens are drawn; none if each is a row without options."""
     results: JobResults
     hidden: Tensor | None = None
     """[num_tokens, hidden], the model's output for the step's tokens, for a draft proposer; None once it was noted."""

@@ -22,9 +22,9 @@ class StepStates:
     def __init__(self, cache: StateCache) -> None:
         self.cache = cache
 
-    def arrays(self, step_input: StepInput, row_width: int) -> HostArrays:
-        """What the device needs besides `state_changes`; see `StateEnd.arrays` for `row_width`."""
-        if step_input.is_plain_decode or row_width:
+    def arrays(self, step_input: StepInput, _: int) -> HostArrays:
+        """What the device needs besides `StepInput.arrays`; see `StateEnd.arrays` for the number."""
+        if step_input.is_plain_decode:
             return {}
         # A dummy has the state of padding.
         slots = step_input.slots if len(step_input.slots) else np.array([self.cache.spare_slot])

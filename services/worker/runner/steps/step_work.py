@@ -157,7 +157,7 @@ class StepWork:
         return hidden
 
     def _forward(self, job: StepJob, inputs: dict[str, Tensor]) -> Tensor:
-        """Compute a step's tokens kernel by kernel; `inputs` are named as the arrays of tokens in `StepArrays`."""
+        """Compute a step's tokens kernel by kernel; `inputs` are named as the arrays of tokens in `StepInput`."""
         step_input, states = job.step_input, self._states
         attention = AttentionMetadata(
             is_prefill=step_input.is_prefill,
@@ -182,7 +182,7 @@ class StepWork:
     def _read_prompts(self, job: StepJob, hidden: Tensor) -> None:
         """Score and pool the step's prompt tokens of which log-probabilities or vectors are wanted."""
         step_input, results = job.step_input, job.results
-        results.prompts = self._prompt_scorer.score(step_input.scored_chunks, step_input.token_ids, hidden)
+        results.prompts = self._prompt_scorer.score(step_input.scored_chunks, step_input.arrays["token_ids"], hidden)
         results.vectors = self._prompt_pooler.pool(step_input.pooled_chunks, hidden)
 
     def _draw(self, job: StepJob, arrays: dict[str, Tensor], hidden: Tensor, positions: Tensor) -> Draw:
@@ -206,7 +206,7 @@ class StepWork:
     def _redraw_runs(self, job: StepJob, draw: Draw) -> Draw:
         """Draw edited rows whose step has drafts to check, or drafts that follow it. Waits."""
         assert draw.logits is not None, "kept for rows with options"
-        runs, arrays = job.runs, draw.arrays
+        runs, arrays = job.step_input.runs, draw.arrays
         if "run_wanted" in arrays:
             # The device may have computed them.
             runs = replace(runs, wanted=arrays["run_wanted"].cpu().numpy())
@@ -239,11 +239,12 @@ class StepWork:
     def _score(self, job: StepJob, draw: Draw) -> None:
         """Score the tokens whose log-probabilities are wanted."""
         assert draw.logits is not None, "kept for rows with options"
-        lengths, results = job.runs.lengths(), job.results
+        runs, results = job.step_input.runs, job.results
+        lengths = runs.lengths()
         if results.counts is not None and is_on_host(results.counts):
             # Elsewhere the host would wait for them; what does not count is left out when it reads the results.
             lengths = results.counts.numpy()
-        results.scored = scored = job.options.scored_places(job.runs, lengths)
+        results.scored = scored = job.options.scored_places(runs, lengths)
         results.scores = self._sampler.score(draw.logits, draw.drawn, scored.places, scored.wanted)
 
 
@@ -253,9 +254,8 @@ def _with_drafts(arrays: dict[str, Tensor], drafts: DeviceDrafts) -> dict[str, T
     assert token_ids is not None, "computed by `propose`"
     if "chosen_drafts" in arrays:
         token_ids = token_ids[arrays["chosen_drafts"]]
-    name = "padded_token_ids" if "padded_token_ids" in arrays else "token_ids"
     return {
         **arrays,
         "run_wanted": arrays["run_wanted"].index_copy(0, arrays["drafted_places"], token_ids),
-        name: arrays[name].index_copy(0, arrays["drafted_tokens"], token_ids),
+        "token_ids": arrays["token_ids"].index_copy(0, arrays["drafted_tokens"], token_ids),
     }

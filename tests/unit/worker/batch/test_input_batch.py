@@ -67,10 +67,10 @@ def expect_rows(
     tables = [(sequences[slot].blocks + [0] * width)[:width] for slot in query_lens]
     rows = [slot for slot in query_lens if not sequences[slot].later]
     assert step_input.row_slots.tolist() == rows
-    assert step_input.token_ids.tolist() == token_ids
-    assert step_input.positions.tolist() == positions
-    assert step_input.slot_mapping.tolist() == slot_mapping
-    assert step_input.block_tables.tolist() == tables
+    assert step_input.arrays["token_ids"].tolist() == token_ids
+    assert step_input.arrays["positions"].tolist() == positions
+    assert step_input.arrays["slot_mapping"].tolist() == slot_mapping
+    assert step_input.arrays["block_tables"].tolist() == tables
     assert step_input.context_lens.tolist() == lengths
     assert step_input.query_lens.tolist() == list(query_lens.values())
     assert step_input.cu_seqlens_q.tolist() == [0, *np.cumsum(list(query_lens.values()))]
@@ -88,16 +88,16 @@ class DevicePart:
 
     def check_and_record(self, step_input: StepInput, sequences: dict[int, PlainSequence], sampled: list[int]) -> None:
         """Compare the inputs that it makes with those of a plain loop, then record `sampled`."""
-        changes = {name: torch.from_numpy(values) for name, values in step_input.changes.items()}
+        arrays = {name: torch.from_numpy(values) for name, values in step_input.arrays.items()}
         slots, token_ids = torch.from_numpy(step_input.slots).long(), torch.tensor(sampled, dtype=torch.int64)
         if not step_input.is_plain_decode:
-            self._columns.apply(changes, step_input.table_width)
+            self._columns.apply(arrays, step_input.table_width)
             decodes = [sequences[slot].tokens[-1] for slot in step_input.slots[: step_input.num_decodes].tolist()]
             assert self._columns.last_tokens(slots[: step_input.num_decodes]).tolist() == decodes
             row_slots = torch.from_numpy(step_input.row_slots).long()
             self._columns.record(row_slots, token_ids, torch.from_numpy(step_input.row_positions))
             return
-        self._columns.apply({**changes, "decode_slots": slots}, step_input.table_width)
+        self._columns.apply(arrays, step_input.table_width)
         rows = DecodeRows.empty(len(slots), step_input.num_blocks, torch.device("cpu"))
         self._columns.advance(rows, step_input.num_blocks)
         chosen = [sequences[slot] for slot in step_input.slots.tolist()]
@@ -378,13 +378,13 @@ def test_a_decode_with_a_full_table_is_refused_until_it_gets_a_block() -> None:
     with pytest.raises(StepMismatchError):
         batch.apply(decode_step())
     step_input = batch.apply(decode_step(append=[(0, 17)]))
-    assert step_input.slot_mapping.tolist() == [17 * 4]
+    assert step_input.arrays["slot_mapping"].tolist() == [17 * 4]
 
 
 def test_a_sequence_that_fills_the_context_is_computed_but_not_continued() -> None:
     batch = InputBatch(LIMITS)
     step_input = batch.apply(prefill_step(make_enter(0, [1] * 32, range(8))))
-    assert step_input.positions.tolist() == list(range(32))
+    assert step_input.arrays["positions"].tolist() == list(range(32))
     batch.record_drawn(step_input.row_slots)
     with pytest.raises(StepMismatchError):
         batch.apply(decode_step())
@@ -402,10 +402,10 @@ def test_more_rows_than_the_token_budget_are_refused() -> None:
 def test_a_slot_can_be_entered_again_in_the_step_in_which_it_is_left() -> None:
     batch = make_batch()
     step_input = batch.apply(prefill_step(make_enter(3, [8], [20]), leave=[3]))
-    assert (step_input.token_ids.tolist(), step_input.block_tables.tolist()) == ([8], [[20]])
+    assert (step_input.arrays["token_ids"].tolist(), step_input.arrays["block_tables"].tolist()) == ([8], [[20]])
     batch.record_drawn(step_input.row_slots)
     decoded = batch.apply(decode_step())
-    assert (decoded.row_slots.tolist(), decoded.positions.tolist()) == ([1, 3], [2, 1])
+    assert (decoded.row_slots.tolist(), decoded.arrays["positions"].tolist()) == ([1, 3], [2, 1])
 
 
 def test_decode_slots_apply_to_one_step_only() -> None:
@@ -417,7 +417,13 @@ def test_decode_slots_apply_to_one_step_only() -> None:
 def test_arrays_of_a_step_do_not_change_with_the_next_one() -> None:
     batch = make_batch()
     first = batch.apply(decode_step())
-    arrays = (first.token_ids, first.block_tables, first.context_lens, first.row_slots, first.row_positions)
+    arrays = (
+        first.arrays["token_ids"],
+        first.arrays["block_tables"],
+        first.context_lens,
+        first.row_slots,
+        first.row_positions,
+    )
     copies = [array.copy() for array in arrays]
     batch.record_drawn(first.row_slots)
     batch.apply(prefill_step(make_enter(3, [8], [20]), leave=[3]))
@@ -451,7 +457,7 @@ def test_cached_tokens_are_required_only_where_they_are_needed() -> None:
     counted = with_options(CACHED, min_tokens=2)
     for enter in (CACHED, sent, penalized, counted):
         batch = InputBatch(LIMITS)
-        assert batch.apply(prefill_step(enter)).positions.tolist() == [4]
+        assert batch.apply(prefill_step(enter)).arrays["positions"].tolist() == [4]
 
 
 def test_options_apply_only_to_the_rows_of_their_sequences() -> None:

@@ -57,7 +57,7 @@ def begin(batch: InputBatch, step: Step, *sampled: int) -> StepInput:
 
 
 def computed(batch: InputBatch, step: Step) -> list[int]:
-    token_ids: list[int] = batch.apply(step).token_ids.tolist()
+    token_ids: list[int] = batch.apply(step).arrays["token_ids"].tolist()
     return token_ids
 
 
@@ -68,15 +68,15 @@ def test_a_row_computes_its_last_token_and_the_drafts_after_it() -> None:
     assert step_input.is_prefill is False
     assert step_input.row_slots.tolist() == [2, 0]
     assert (step_input.row_indexes, step_input.row_numbers, step_input.num_result_rows) == (None, None, 2)
-    assert step_input.token_ids.tolist() == [9, 5, 6, 8]
-    assert step_input.positions.tolist() == [4, 5, 6, 1]
-    assert step_input.slot_mapping.tolist() == [44, 45, 46, 81]
+    assert step_input.arrays["token_ids"].tolist() == [9, 5, 6, 8]
+    assert step_input.arrays["positions"].tolist() == [4, 5, 6, 1]
+    assert step_input.arrays["slot_mapping"].tolist() == [44, 45, 46, 81]
     assert step_input.context_lens.tolist() == [7, 2]
     assert step_input.query_lens.tolist() == [3, 1]
     assert step_input.cu_seqlens_q.tolist() == [0, 3, 4]
-    assert step_input.logit_tokens() is None
+    assert "logit_tokens" not in step_input.arrays
     assert step_input.draft_counts is not None
-    assert (step_input.draft_counts.tolist(), step_input.draft_token_ids.tolist()) == ([2, 0], [5, 6])
+    assert (step_input.draft_counts.tolist(), step_input.runs.wanted.tolist()) == ([2, 0], [5, 6, -1, -1])
     assert step_input.row_positions.tolist() == [5, 2]
 
 
@@ -85,7 +85,7 @@ def test_a_step_without_drafts_has_no_draft_counts() -> None:
     begin(batch, prefill_step(make_enter(2, [1, 2, 3, 4], [10, 11])), 9)
     step_input = batch.apply(decode_step())
     assert step_input.draft_counts is None
-    assert len(step_input.draft_token_ids) == 0
+    assert not len(step_input.runs.drafted())
 
 
 @pytest.mark.parametrize(("count", "next_token", "position"), [(1, 50, 5), (2, 51, 6), (3, 52, 7)])
@@ -96,8 +96,8 @@ def test_the_next_step_starts_from_the_last_accepted_token(count: int, next_toke
     record(batch, step_input.row_slots, column([50, 51, 52][:count]), column([count]))
     after = batch.apply(decode_step())
     # The cache entries after that position belonged to wrong drafts.
-    assert (after.token_ids.tolist(), after.positions.tolist()) == ([next_token], [position])
-    assert after.slot_mapping.tolist() == [44 + position - 4]
+    assert (after.arrays["token_ids"].tolist(), after.arrays["positions"].tolist()) == ([next_token], [position])
+    assert after.arrays["slot_mapping"].tolist() == [44 + position - 4]
     assert after.context_lens.tolist() == [position + 1]
 
 
@@ -142,7 +142,7 @@ def test_drafts_get_the_tokens_that_rows_and_chunks_leave_in_a_step() -> None:
     assert computed(batch, decode_step()) == [7, 60, 61, 8, 62, 9]
     record(batch, column([0, 1, 2]), column([5, 5, 5]), column([1, 1, 1]))
     full = batch.apply(mixed_step(make_enter(3, [30, 31, 32], [30])))
-    assert full.token_ids.tolist() == [5, 5, 5, 30, 31, 32]
+    assert full.arrays["token_ids"].tolist() == [5, 5, 5, 30, 31, 32]
     assert full.draft_counts is None
 
 
@@ -167,7 +167,7 @@ def test_nothing_is_computed_for_a_sequence_that_has_all_its_tokens() -> None:
     assert step_input.row_numbers is not None
     assert step_input.row_numbers.tolist() == [0, 2]
     assert step_input.row_slots.tolist() == [0, 2]
-    assert step_input.token_ids.tolist() == [7, 60, 7, 62]
+    assert step_input.arrays["token_ids"].tolist() == [7, 60, 7, 62]
     assert step_input.cu_seqlens_q.tolist() == [0, 2, 4]
 
 
@@ -180,10 +180,8 @@ def test_rows_after_one_that_has_all_its_tokens_keep_their_numbers() -> None:
     assert step_input.row_slots.tolist() == [2, 3]
     assert step_input.row_indexes is not None
     assert step_input.row_indexes.tolist() == [0, 1]
-    assert step_input.token_ids.tolist() == [7, 62, 30, 31]
-    logit_tokens = step_input.logit_tokens()
-    assert logit_tokens is not None
-    assert logit_tokens.tolist() == [0, 1, 3]
+    assert step_input.arrays["token_ids"].tolist() == [7, 62, 30, 31]
+    assert step_input.arrays["logit_tokens"].tolist() == [0, 1, 3]
 
 
 def test_a_step_whose_rows_all_have_their_tokens_computes_nothing() -> None:
@@ -222,15 +220,15 @@ def test_known_tokens_are_computed_under_any_drafts_and_acceptance(data: st.Data
         counts = []
         sampled = []
         for index, slot in enumerate(step_input.row_slots.tolist()):
-            computed = step_input.token_ids[starts[index] : starts[index + 1]].tolist()
+            computed = step_input.arrays["token_ids"][starts[index] : starts[index + 1]].tolist()
             num_drafts = 0 if step_input.draft_counts is None else step_input.draft_counts[index]
             drafts = computed[len(computed) - num_drafts :]
             num_known = len(tokens[slot]) - (len(computed) - num_drafts)
             assert computed == tokens[slot][num_known:] + drafts
-            positions = step_input.positions[starts[index] : starts[index + 1]].tolist()
+            positions = step_input.arrays["positions"][starts[index] : starts[index + 1]].tolist()
             assert positions == list(range(num_known, num_known + len(computed)))
             places = [(10 * slot + position // 4) * 4 + position % 4 for position in positions]
-            assert step_input.slot_mapping[starts[index] : starts[index + 1]].tolist() == places
+            assert step_input.arrays["slot_mapping"][starts[index] : starts[index + 1]].tolist() == places
             accepted = drafts[: data.draw(st.integers(0, num_drafts), label="accepted")]
             run = [*accepted, data.draw(st.integers(0, 99))]
             tokens[slot] += run
