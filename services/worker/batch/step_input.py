@@ -92,7 +92,7 @@ class StepInput:
     """Columns that the device's block tables need; never fewer than before."""
     arrays: HostArrays
     """What the device gets, by name: what the step changes by slot, see `DeviceBatch.apply` and `state_changes`, and
-    what `row_arrays` names. Besides, unless the device makes them, as in plain decodes without a drafter:
+    what `row_arrays` names. Besides, unless the device makes them, as in plain decodes that nothing on the host reads:
 
         token_ids       [num_tokens] int64; 0 for what only the device has: drafts that it computes, and a decode's last
                         token unless drafts are made

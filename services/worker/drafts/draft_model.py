@@ -80,6 +80,8 @@ class DraftModelProposer(DraftProposer):
 
     @override
     def observe(self, inputs: StepInput) -> Observe | None:
+        if not inputs.is_prefill:
+            return None
         slots, first_tokens = inputs.slots[inputs.num_decodes :], inputs.cu_seqlens_q[inputs.num_decodes : -1]
         first = inputs.arrays["positions"][first_tokens]
         lengths = np.clip(self._model.context_length - first, 0, inputs.query_lens[inputs.num_decodes :])

@@ -105,6 +105,8 @@ class DraftProposer:
     needs_tokens = True
     """Whether `propose` needs all tokens so far. If not, a launch does not wait for those of the step before it until
     the device has been given its drafts."""
+    reads_decodes = False
+    """Whether `observe` reads the arrays of tokens of plain decodes, which the host makes for nothing else."""
 
     def attach(self, limits: BatchLimits, kv_cache: KvCache) -> None:
         """Begin an epoch. `kv_cache` is the model's; block ids refer to it."""

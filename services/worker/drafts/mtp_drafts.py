@@ -50,6 +50,7 @@ class MtpProposer(DraftProposer):
     """
 
     needs_tokens = False
+    reads_decodes = True
 
     def __init__(self, layers: MtpLayers, ops: Ops) -> None:
         self._layers = layers

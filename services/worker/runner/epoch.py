@@ -133,15 +133,14 @@ class Epochs:
             self.graphs = capture_steps(rank, cache, limits, settings, num_draft_tokens=num_drafts, states=states)
             if self.graphs is None:
                 self._graph_settings = None
-        drafter = None if self._drafting is None else self._drafting.begin(limits, cache)
+        proposer = None if self._drafting is None else self._drafting.proposer
         batch = InputBatch(
             limits,
             make_matcher=self._matchers.make,
             eos_token_ids=self._facts.eos_token_ids,
-            drafter=drafter,
-            makes_decodes=drafter is not None,
+            drafter=None if self._drafting is None else self._drafting.begin(limits, cache),
+            makes_decodes=proposer is not None and proposer.reads_decodes,
         )
-        proposer = None if self._drafting is None else self._drafting.proposer
         return BatchRunner(rank, batch, cache, graphs=self.graphs, proposer=proposer, states=states)
 
     def _find_drafted(self, limits: BatchLimits, states: StateCache) -> DraftedStates | None:

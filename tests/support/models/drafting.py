@@ -155,6 +155,7 @@ class CheckedProposer(DraftProposer):
     def __init__(self, proposer: DraftProposer, oracle: Oracle) -> None:
         self.num_drafted = 0
         self.kv_cache_spec = proposer.kv_cache_spec
+        self.reads_decodes = proposer.reads_decodes
         self._proposer = proposer
         self._oracle = oracle
 

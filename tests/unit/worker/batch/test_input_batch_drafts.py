@@ -80,6 +80,14 @@ def test_a_row_computes_its_last_token_and_the_drafts_after_it() -> None:
     assert step_input.row_positions.tolist() == [5, 2]
 
 
+def test_a_plain_decode_uploads_its_slots_once_if_nothing_reads_its_tokens() -> None:
+    batch = InputBatch(LIMITS, drafter=Drafter(ScriptedProposer({(7, 8, 9, 5): [6]}), MOST), makes_decodes=False)
+    begin(batch, prefill_step(make_enter(2, [1, 2, 3], [10, 11]), make_enter(0, [7], [20, 21])), 4, 8)
+    assert list(begin(batch, decode_step(), 4, 9).arrays) == ["decode_slots"]
+    assert list(begin(batch, decode_step(), 4, 5).arrays) == []
+    assert computed(batch, decode_step()) == [4, 5, 6]
+
+
 def test_a_step_without_drafts_has_no_draft_counts() -> None:
     batch = make_batch(ScriptedProposer({}))
     begin(batch, prefill_step(make_enter(2, [1, 2, 3, 4], [10, 11])), 9)
