@@ -139,5 +139,5 @@ class PlacedPasses:
             max_query_len=longest,
             max_context_len=max(lens),
         )
-        with forward_context(ForwardContext.for_step(self.ops, attention, self.kv_cache)):
+        with forward_context(ForwardContext(self.ops.plan_attention(attention, self.kv_cache), self.kv_cache)):
             return forward(positions)

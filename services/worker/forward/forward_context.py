@@ -53,20 +53,11 @@ class StateInputs(Protocol):
         """Compute a layer with `function`; returns what it reads, of all of the pass's tokens."""
 
 
+@dataclass(slots=True, eq=False)
 class AttentionPlan:
     """What a backend derives from a step's metadata, once for all layers. Backends subclass it."""
 
-    __slots__ = ("metadata",)
-
-    def __init__(self, metadata: AttentionMetadata) -> None:
-        self.metadata = metadata
-
-
-class AttentionPlanner(Protocol):
-    """The part of `Ops` that plans attention."""
-
-    def plan_attention(self, metadata: AttentionMetadata, kv_cache: KvCache) -> AttentionPlan:
-        """Prepare what all layers' attention of this step has in common."""
+    metadata: AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,26 +90,20 @@ class ContextSelection:
         self.positions, self.is_pinned = positions, True
 
 
+@dataclass(slots=True)
 class Progress:
     """Counts computed layers, to show progress. One thread counts; any may read."""
 
-    __slots__ = ("num_layers",)
-
-    def __init__(self) -> None:
-        self.num_layers = 0
-
-    def advance(self) -> None:
-        """Count a layer."""
-        self.num_layers += 1
+    num_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
     """The context of one forward pass."""
 
-    attention: AttentionMetadata
-    kv_cache: KvCache
     plan: AttentionPlan
+    """What `Ops.plan_attention` returned."""
+    kv_cache: KvCache
     dp: DpMetadata = UNCOUPLED
     progress: Progress = field(default_factory=Progress)
     selection: ContextSelection = field(default_factory=ContextSelection)
@@ -127,39 +112,23 @@ class ForwardContext:
     drafted: StateInputs | None = None
     """What keeps drafts from the states; None if the states take in all tokens."""
 
-    @classmethod
-    def for_step(
-        cls,
-        ops: AttentionPlanner,
-        attention: AttentionMetadata,
-        kv_cache: KvCache,
-        *,
-        dp: DpMetadata = UNCOUPLED,
-        progress: Progress | None = None,
-        states: StateCache | None = None,
-    ) -> ForwardContext:
-        """Plan a step's attention; without `progress` nothing is counted."""
-        plan = ops.plan_attention(attention, kv_cache)
-        return cls(attention, kv_cache, plan, dp, progress or Progress(), states=states)
-
     def take_in(self, layer: int, inputs: tuple[Tensor, ...], function: TakeIn) -> Tensor:
         """Compute a recurrent layer with `function`; see `TakeIn`."""
         if self.drafted is not None:
             return self.drafted.take_in(layer, inputs, function)
         assert self.states is not None, "the model has states"
-        return function(inputs, self.states.layers[layer], self.attention)
+        return function(inputs, self.states.layers[layer], self.plan.metadata)
 
 
 _current: ContextVar[ForwardContext] = ContextVar("forward context")
 
 
-def get_forward_context() -> ForwardContext:
-    """The context of the running forward pass.
+get_forward_context: Callable[[], ForwardContext] = _current.get
+"""The context of the running forward pass.
 
-    Raises:
-        LookupError: a layer ran outside of `forward_context()`.
-    """
-    return _current.get()
+Raises:
+    LookupError: a layer ran outside of `forward_context()`.
+"""
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class Attention:
         ops.norm_rope_write(qkv, self.norms, rope, num_heads=num_heads, cache=cache, plan=context.plan)
         if self.query_scales is not None:
             qkv.narrow(1, 0, num_heads).mul_(self.query_scales.index_select(0, rope.positions)[:, None, None])
-        if context.attention.is_prefill:
+        if context.plan.metadata.is_prefill:
             query, key, value = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
             attended = ops.prefill_attention(query, key, value, cache, context.plan, self.params)
         else:

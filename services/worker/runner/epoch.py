@@ -252,6 +252,6 @@ def _run_prefill(
         state_slots=None if states is None else spare_slots(states, len(lengths)),
     )
     positions = to_device(np.arange(num_tokens, dtype=np.int64) % length, rank.device)
-    context = ForwardContext.for_step(rank.ops, attention, cache, progress=rank.progress, states=states)
-    with forward_context(context):
+    plan = rank.ops.plan_attention(attention, cache)
+    with forward_context(ForwardContext(plan, cache, progress=rank.progress, states=states)):
         return rank.model.forward(torch.zeros_like(positions), positions)

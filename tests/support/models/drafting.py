@@ -249,5 +249,6 @@ def _compute(forward: Callable[..., Tensor], cache: KvCache, *args: Tensor | int
     metadata = attention_metadata(
         [[0]], [num_queries], [context_len], block_size=cache.block_size, is_prefill=num_queries > 1
     )
-    with forward_context(ForwardContext.for_step(load_ops("reference"), metadata, cache)):
+    plan = load_ops("reference").plan_attention(metadata, cache)
+    with forward_context(ForwardContext(plan, cache)):
         return forward(*args)

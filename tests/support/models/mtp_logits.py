@@ -38,7 +38,8 @@ def our_mtp_logits(paged: PagedModel, token_ids: Sequence[int], chunk_size: int)
                 is_prefill=is_prefill,
                 state_slots=state_slots,
             )
-            context = ForwardContext.for_step(paged.ops, metadata, paged.kv_cache, states=paged.states)
+            plan = paged.ops.plan_attention(metadata, paged.kv_cache)
+            context = ForwardContext(plan, paged.kv_cache, states=paged.states)
             with forward_context(context):
                 parts.append(compute(slice(start, end), torch.arange(start, end)))
         return torch.cat(parts)

@@ -162,7 +162,8 @@ class PagedModel:
         ]
         token_ids = torch.tensor([token for tokens in new_tokens for token in tokens], dtype=torch.int64)
         positions = torch.tensor([place for span in places for place in span], dtype=torch.int64)
-        with forward_context(ForwardContext.for_step(self.ops, metadata, self.kv_cache, states=self.states)):
+        plan = self.ops.plan_attention(metadata, self.kv_cache)
+        with forward_context(ForwardContext(plan, self.kv_cache, states=self.states)):
             hidden = self.model.forward(token_ids, positions)
         rows = slice(None) if all_logits else metadata.cu_seqlens_q[1:].long() - 1
         return self.model.compute_logits(hidden[rows])

@@ -67,7 +67,8 @@ def step_context(ops: Ops, num_tokens_across_dp: tuple[int, ...], *, graph_batch
     """The context of a step in which the DP ranks compute this many tokens; the same on all of them."""
     cache = KvCache(KvCacheSpec((attention_cache(1, 2, torch.float32),)), num_blocks=1, block_size=4)
     metadata = attention_metadata([[0]], [1], [1], block_size=4, is_prefill=True)
-    return ForwardContext.for_step(ops, metadata, cache, dp=DpMetadata(num_tokens_across_dp, graph_batch_size))
+    plan = ops.plan_attention(metadata, cache)
+    return ForwardContext(plan, cache, DpMetadata(num_tokens_across_dp, graph_batch_size))
 
 
 def ep_layouts(dp_size: int, tp_size: int) -> list[RankLayout]:

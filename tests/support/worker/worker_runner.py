@@ -84,6 +84,7 @@ def _next_token(loaded: LoadedModel, token_ids: list[int]) -> int:
         state_slots=None if states is None else torch.zeros(1, dtype=torch.int64),
     )
     cache = KvCache(loaded.model.kv_cache_spec, num_blocks=1, block_size=num_tokens)
-    with forward_context(ForwardContext.for_step(load_ops("reference"), metadata, cache, states=states)):
+    plan = load_ops("reference").plan_attention(metadata, cache)
+    with forward_context(ForwardContext(plan, cache, states=states)):
         hidden = loaded.model.forward(torch.tensor(token_ids), torch.arange(num_tokens))
         return int(loaded.model.compute_logits(hidden[-1:]).argmax())

@@ -98,11 +98,11 @@ class _Call:
             self._params, self._has_sinks = AttentionParams(call.scale, call.window, self._part_of(sinks)), True
         cache = context.kv_cache.layers[self._number] + self._scales
         self._ops.write_kv(key, value, cache, context.plan)
-        if context.attention.is_prefill:
+        if context.plan.metadata.is_prefill:
             attended = self._ops.prefill_attention(query, key, value, cache, context.plan, self._params)
         else:
             attended = self._ops.decode_attention(query, cache, context.plan, self._params)
-        context.progress.advance()
+        context.progress.num_layers += 1
         return attended.view(1, query.shape[0], call.num_heads, -1)[..., : call.value_dim]
 
     def _part_of(self, sinks: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class _Sequences:
         metadata = self._metadata(runs, tables, is_prefill=is_prefill)
         token_ids = torch.cat([self._prompts[i][run.start : run.stop] for i, run in zip(chosen, runs, strict=True)])
         positions = torch.tensor([place for run in runs for place in run], device=token_ids.device)
-        with forward_context(ForwardContext.for_step(self._ops, metadata, self._cache)):
+        with forward_context(ForwardContext(self._ops.plan_attention(metadata, self._cache), self._cache)):
             hidden = self._model.forward(token_ids, positions)
         return self._model.compute_logits(hidden[metadata.cu_seqlens_q[1:].long() - 1])
 

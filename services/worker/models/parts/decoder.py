@@ -226,7 +226,7 @@ class DecoderModel(CausalLM):
         progress = get_forward_context().progress
         for layer, place in self._layers:
             hidden = layer(hidden, residual, ropes[place])
-            progress.advance()
+            progress.num_layers += 1
         assert hidden is not None
         return self._norm.add(hidden, residual)
 

@@ -117,7 +117,7 @@ class DraftGraphs(PaddedGraphs):
 
     @override
     def _in_context(self, context: ForwardContext) -> ForwardContext:
-        states, attention = self._functions.states, context.attention
+        states, attention = self._functions.states, context.plan.metadata
         if states is None or states.drafted is None:
             return context
         return replace(context, drafted=states.drafted.of_pass(DraftedRows.split(attention, len(attention.query_lens))))

@@ -83,7 +83,8 @@ def capture_steps(
     cache = None if states is None else states.cache
 
     def make_context(attention: AttentionMetadata, dp: DpMetadata) -> ForwardContext:
-        return ForwardContext.for_step(rank.ops, attention, kv_cache, dp=dp, progress=rank.progress, states=cache)
+        plan = rank.ops.plan_attention(attention, kv_cache)
+        return ForwardContext(plan, kv_cache, dp, rank.progress, states=cache)
 
     functions = StepFunctions(
         forward=model.forward,

@@ -56,7 +56,7 @@ class JudgedStates(StepStates):
         context = super().in_pass(context, step_input)
         if step_input.draft_counts is None:
             return context
-        rows = DraftedRows.split(context.attention, step_input.num_decodes)
+        rows = DraftedRows.split(context.plan.metadata, step_input.num_decodes)
         return replace(context, drafted=self._drafted.of_pass(rows))
 
     @override

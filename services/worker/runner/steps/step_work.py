@@ -171,9 +171,8 @@ class StepWork:
             max_context_len=int(step_input.context_lens.max()),
             state_slots=None if states is None else inputs["state_slots"],
         )
-        context = ForwardContext.for_step(
-            self._ops, attention, self._kv_cache, dp=job.dp, progress=self._layer_progress
-        )
+        plan = self._ops.plan_attention(attention, self._kv_cache)
+        context = ForwardContext(plan, self._kv_cache, job.dp, self._layer_progress)
         if states is not None:
             context = states.in_pass(context, step_input)
         with forward_context(context):

@@ -24,7 +24,7 @@ OPS = load_ops("cpu")
 def make_context() -> ForwardContext:
     cache = KvCache(KvCacheSpec((attention_cache(1, 2, torch.float32),)), num_blocks=1, block_size=4)
     metadata = attention_metadata([[0]], [1], [1], block_size=4, is_prefill=True)
-    return ForwardContext.for_step(OPS, metadata, cache)
+    return ForwardContext(OPS.plan_attention(metadata, cache), cache)
 
 
 def test_contexts_nest_and_end() -> None:

@@ -200,7 +200,7 @@ class SlowModel(GatedModel):
         if self.is_armed:
             self.entered.set()
             while not self.release.wait(0.001):
-                get_forward_context().progress.advance()
+                get_forward_context().progress.num_layers += 1
         return super().forward(token_ids, positions)
 
 
