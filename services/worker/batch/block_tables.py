@@ -28,17 +28,15 @@ class BlockTables:
         self._max_width = min(max_blocks_per_sequence, num_pool_blocks)
         self.width = min(_FIRST_WIDTH, self._max_width)
         """Columns; never fewer than before."""
-        self._ids = np.zeros((num_slots, self.width), dtype=np.int32)
-        self._num_blocks = np.zeros(num_slots, dtype=np.int32)
+        self.ids = np.zeros((num_slots, self.width), dtype=np.int32)
+        """[num_slots, width], the blocks of each slot; not to be written outside, nor kept: a wider one follows."""
+        self.num_blocks = np.zeros(num_slots, dtype=np.int32)
+        """[num_slots], lengths of the tables; not to be written outside."""
 
     @property
     def num_bytes(self) -> int:
         """Memory of the tables."""
-        return self._ids.nbytes
-
-    def num_blocks(self, slots: Int32Column) -> Int32Column:
-        """Table lengths in blocks."""
-        return self._num_blocks[slots]
+        return self.ids.nbytes
 
     def append(self, slots: npt.NDArray[np.integer[Any]], block_ids: Int32Column) -> npt.NDArray[np.int64]:
         """Append one block to each slot's table; a slot that occurs n times gets n blocks, in that order.
@@ -50,31 +48,22 @@ class BlockTables:
             StepMismatchError: an id is not in the pool, or there are too many for one sequence.
         """
         self._check(block_ids)
-        columns: npt.NDArray[np.int64] = self._num_blocks[slots].astype(np.int64)
+        columns: npt.NDArray[np.int64] = self.num_blocks[slots].astype(np.int64)
         if not are_distinct(slots):
             by_slot = np.argsort(slots, kind="stable")
             in_order = slots[by_slot]
             # How many earlier entries name the same slot: the slots are sorted, so it is the distance to the first.
             columns[by_slot] += np.arange(len(slots)) - np.searchsorted(in_order, in_order)
         self._make_room(int(columns.max(initial=-1)) + 1)
-        self._ids[slots, columns] = block_ids
+        self.ids[slots, columns] = block_ids
         # Of a slot that occurs several times, the last one counts.
-        self._num_blocks[slots] = columns + 1
+        self.num_blocks[slots] = columns + 1
         return columns
 
     def clear(self, slots: Int32Column) -> None:
         """Empty these slots' tables."""
-        self._ids[slots, : self._num_blocks[slots].max(initial=0)] = 0
-        self._num_blocks[slots] = 0
-
-    def rows(self, slots: Int32Column, width: int) -> Int32Column:
-        """A copy of each table's first `width` ids, [len(slots), width]."""
-        return self._ids[slots, :width]
-
-    def ids_at(self, slots: npt.NDArray[np.integer[Any]], columns: npt.NDArray[np.integer[Any]]) -> Int32Column:
-        """The id at each (slot, column); past a table's end 0, or IndexError."""
-        ids: Int32Column = self._ids[slots, columns]
-        return ids
+        self.ids[slots, : self.num_blocks[slots].max(initial=0)] = 0
+        self.num_blocks[slots] = 0
 
     def _check(self, block_ids: Int32Column) -> None:
         if len(block_ids) and not 0 <= block_ids.min() <= block_ids.max() < self._num_pool_blocks:
@@ -85,6 +74,6 @@ class BlockTables:
             raise StepMismatchError("a block table is longer than one sequence can use", limit=self._max_width)
         if width > self.width:
             old_width, self.width = self.width, min(max(width, 2 * self.width), self._max_width)
-            grown = np.zeros((len(self._ids), self.width), dtype=np.int32)
-            grown[:, :old_width] = self._ids
-            self._ids = grown
+            grown = np.zeros((len(self.ids), self.width), dtype=np.int32)
+            grown[:, :old_width] = self.ids
+            self.ids = grown

@@ -286,7 +286,7 @@ class InputBatch:
 
     def _draft_room(self, slots: Int32Column) -> Int32Column:
         """Drafts each sequence has room for; one more token is drawn after them."""
-        num_places = self._tables.num_blocks(slots) * self.limits.block_size
+        num_places = self._tables.num_blocks[slots] * self.limits.block_size
         # A sequence's last possible token is drawn but never computed. This also keeps drafts within the context.
         most = np.minimum(self._max_num_tokens[slots] - 1, num_places)
         return np.maximum(most - self._num_tokens[slots], 0)
@@ -323,7 +323,7 @@ class InputBatch:
         if self._makes_decodes or not is_plain_decode:
             arrays |= self._places(slots, context_lens, query_lens)
             arrays["token_ids"] = self._token_ids(decodes.slots, drafts, chunks.token_ids)
-            arrays["block_tables"] = self._tables.rows(slots, num_blocks)
+            arrays["block_tables"] = self._tables.ids[slots, :num_blocks]
             if num_decodes and self._drafter is None:
                 arrays["unknown_slots"] = decodes.slots.astype(np.int64)
         if drafts is not None and drafts.chosen is not None:
@@ -362,7 +362,7 @@ class InputBatch:
         positions = np.arange(query_lens.sum(), dtype=np.int64)
         positions += np.repeat(context_lens - np.cumsum(query_lens), query_lens)
         block_size = self.limits.block_size
-        block_ids = self._tables.ids_at(np.repeat(slots, query_lens), positions // block_size)
+        block_ids = self._tables.ids[np.repeat(slots, query_lens), positions // block_size]
         return {"positions": positions, "slot_mapping": block_ids * np.int64(block_size) + positions % block_size}
 
     def _token_ids(self, decode_slots: Int32Column, drafts: Drafts | None, chunked: Int32Column) -> _Numbers:
@@ -388,7 +388,7 @@ class InputBatch:
         )
         num_blocks_needed: Int32Column = (context_lens + (self.limits.block_size - 1)) // self.limits.block_size
         require(
-            bool((num_blocks_needed <= self._tables.num_blocks(slots)).all()),
+            bool((num_blocks_needed <= self._tables.num_blocks[slots]).all()),
             "a block table is too short for its sequence",
         )
         return num_blocks_needed

@@ -55,11 +55,11 @@ class DraftRows:
 
     def block_tables(self) -> Int32Column:
         """[num_rows, most blocks of one row]."""
-        return self.tables.rows(self.slots, int(self.tables.num_blocks(self.slots).max()))
+        return self.tables.ids[self.slots, : self.tables.num_blocks[self.slots].max()]
 
     def ends(self, limits: BatchLimits) -> Int32Column:
         """[num_rows], where the room of each for tokens ends: in its blocks, or with the context."""
-        ends: Int32Column = np.minimum(self.tables.num_blocks(self.slots) * limits.block_size, limits.context_length)
+        ends: Int32Column = np.minimum(self.tables.num_blocks[self.slots] * limits.block_size, limits.context_length)
         return ends
 
     def counts_in_room(self) -> Int32Column:

@@ -440,7 +440,7 @@ def test_block_tables_take_memory_for_the_longest_table_not_for_the_context() ->
     assert tables.num_bytes < 100_000
     set_table(tables, 0, np.arange(1000, dtype=np.int32))
     assert tables.num_bytes < 3_000_000
-    np.testing.assert_array_equal(tables.rows(column([0]), 1000)[0], np.arange(1000))
+    np.testing.assert_array_equal(tables.ids[0, :1000], np.arange(1000))
 
 
 def test_a_slots_previous_table_leaves_no_entries() -> None:
@@ -448,7 +448,7 @@ def test_a_slots_previous_table_leaves_no_entries() -> None:
     set_table(tables, 1, np.arange(1, 31, dtype=np.int32))
     tables.clear(column([1]))
     set_table(tables, 1, column([5]))
-    assert tables.rows(column([1]), 30).tolist() == [[5] + [0] * 29]
+    assert tables.ids[1, :30].tolist() == [5] + [0] * 29
 
 
 def test_cached_tokens_are_required_only_where_they_are_needed() -> None:

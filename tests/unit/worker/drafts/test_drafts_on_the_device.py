@@ -99,7 +99,7 @@ class LateProposer(CheckedProposer):
         if drafts.device is None:
             return drafts
         compute, slots = drafts.device.compute, torch.from_numpy(rows.slots.astype(np.int64))
-        places = rows.tables.num_blocks(rows.slots) * BLOCK_SIZE
+        places = rows.tables.num_blocks[rows.slots] * BLOCK_SIZE
 
         def compute_noted(columns: SlotColumns) -> Tensor:
             num_known = (columns.position[slots] + 1).tolist()
