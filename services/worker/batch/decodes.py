@@ -88,17 +88,20 @@ class DraftSource(Protocol):
     def leave(self, slots: Int32Column) -> None:
         """Forget sequences."""
 
-    def last_tokens(self, slots: Int32Column) -> Int32Column:
-        """[len(slots)], each sequence's last token; it has at least one."""
-
     def propose(self, room: DraftRoom) -> Drafts:
         """Draft for sequences to decode, of whose last step the tokens may not be known yet."""
 
-    def use(self, slots: Int32Column, counts: Int32Column) -> None:
-        """The step checks this many drafts [num_sequences] of these sequences; `record` then learns how they did."""
+    def record(
+        self,
+        slots: Int32Column,
+        token_ids: Int32Column,
+        counts: Int32Column | None,
+        draft_counts: Int32Column | None,
+    ) -> None:
+        """Add the tokens that sequences got, see `SampledTokens`, of which each had `draft_counts` drafts checked.
 
-    def record(self, slots: Int32Column, token_ids: Int32Column, counts: Int32Column | None) -> None:
-        """Add the tokens that sequences got; see `SampledTokens`."""
+        Both counts are [num_sequences]; None means one token each, and no draft.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,8 @@ class InputBatch:
         self._num_tokens = np.zeros(num_slots, dtype=np.int32)
         self._max_num_tokens = np.zeros(num_slots, dtype=np.int32)
         self._num_later = np.zeros(num_slots, dtype=np.int32)
+        # The last token of a sequence whose tokens are recorded.
+        self._last_tokens = np.zeros(num_slots, dtype=np.int32)
         self._sampled = np.zeros(num_slots, dtype=SAMPLED_DTYPE)
         self._tables = BlockTables(
             num_slots=num_slots,
@@ -155,18 +157,27 @@ class InputBatch:
         """Append one token to each of these sequences, which only the device knows."""
         self._num_tokens[slots] += 1
 
-    def record_sampled(self, slots: Int32Column, token_ids: Int32Column, counts: Int32Column | None = None) -> None:
+    def record_sampled(
+        self,
+        slots: Int32Column,
+        token_ids: Int32Column,
+        counts: Int32Column | None = None,
+        draft_counts: Int32Column | None = None,
+    ) -> None:
         """Name the tokens of sequences whose first one is appended, and append the others.
 
         Args:
             slots: [num_rows].
             token_ids: [sum of counts], row after row.
             counts: [num_rows], tokens of each row, at least 1; None means one each.
+            draft_counts: [num_rows], drafts that were checked for each row; None means none.
         """
         if self._drafter is not None:
-            self._drafter.record(slots, token_ids, counts)
+            self._drafter.record(slots, token_ids, counts, draft_counts)
         if counts is not None:
             self._num_tokens[slots] += counts - 1
+            token_ids = token_ids[np.cumsum(counts) - 1]
+        self._last_tokens[slots] = token_ids
 
     def _leave(self, slots: Int32Column) -> None:
         if not len(slots):
@@ -271,7 +282,6 @@ class InputBatch:
 
     def _drafted_decodes(self, slots: Int32Column, drafts: Drafts) -> Decodes:
         """The sequences that go on, with the drafts that they have room for."""
-        assert self._drafter is not None, "has drafted"
         num_slots, numbers, room = len(slots), None, self._draft_room(slots)
         if (drafts.counts > room).any():
             # The device has drafted before the host knew where the sequences end.
@@ -281,7 +291,6 @@ class InputBatch:
             numbers = np.flatnonzero(~is_full)
             # There is no room for drafts in the others.
             slots, drafts = slots[numbers], replace(drafts, counts=drafts.counts[numbers])
-        self._drafter.use(slots, drafts.counts)
         return Decodes(num_slots, numbers, slots, drafts)
 
     def _draft_room(self, slots: Int32Column) -> Int32Column:
@@ -366,17 +375,9 @@ class InputBatch:
         return {"positions": positions, "slot_mapping": block_ids * np.int64(block_size) + positions % block_size}
 
     def _token_ids(self, decode_slots: Int32Column, drafts: Drafts | None, chunked: Int32Column) -> _Numbers:
-        if self._drafter is None:
-            token_ids = np.zeros(len(decode_slots), np.int32)
-        else:
-            token_ids = self._drafter.last_tokens(decode_slots)
-            if drafts is not None:
-                ends = np.cumsum(drafts.counts + 1)
-                with_drafts = np.empty(ends[-1], np.int32)
-                is_draft = np.ones(len(with_drafts), np.bool_)
-                is_draft[ends - drafts.counts - 1] = False
-                with_drafts[is_draft], with_drafts[~is_draft] = drafts.token_ids, token_ids
-                token_ids = with_drafts
+        token_ids = self._last_tokens[decode_slots]
+        if drafts is not None:
+            token_ids = np.insert(drafts.token_ids, np.cumsum(drafts.counts) - drafts.counts, token_ids)
         return np.concatenate([token_ids, chunked], dtype=np.int64)
 
     def _check_lengths(self, slots: Int32Column, context_lens: Int32Column) -> Int32Column:

@@ -46,6 +46,7 @@ class DraftModelProposer(DraftProposer):
     """
 
     needs_tokens = False
+    follows_steps = True
 
     def __init__(self, model: CausalLM, ops: Ops) -> None:
         self._model = model

@@ -107,6 +107,8 @@ class DraftProposer:
     the device has been given its drafts."""
     reads_decodes = False
     """Whether `observe` reads the arrays of tokens of plain decodes, which the host makes for nothing else."""
+    follows_steps = False
+    """Whether it is told of every step, by `observe` and `learn`."""
 
     def attach(self, limits: BatchLimits, kv_cache: KvCache) -> None:
         """Begin an epoch. `kv_cache` is the model's; block ids refer to it."""
@@ -178,10 +180,6 @@ class Drafter(DraftSource):
             del self._sequences[slot]
 
     @override
-    def last_tokens(self, slots: Int32Column) -> Int32Column:
-        return np.array([self._sequences[slot].token_ids[-1] for slot in slots.tolist()], np.int32)
-
-    @override
     def propose(self, room: DraftRoom) -> Drafts:
         slots, most = room.slots, np.minimum(room.most, self._num_draft_tokens)
         sequences = [self._sequences[slot] for slot in slots.tolist()]
@@ -199,20 +197,24 @@ class Drafter(DraftSource):
         return replace(drafts, counts=counts)
 
     @override
-    def use(self, slots: Int32Column, counts: Int32Column) -> None:
-        for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
-            self._sequences[slot].num_drafted = count
-
-    @override
-    def record(self, slots: Int32Column, token_ids: Int32Column, counts: Int32Column | None) -> None:
+    def record(
+        self,
+        slots: Int32Column,
+        token_ids: Int32Column,
+        counts: Int32Column | None,
+        draft_counts: Int32Column | None,
+    ) -> None:
         ends = np.arange(1, len(slots) + 1) if counts is None else np.cumsum(counts)
+        nums_drafted = [0] * len(slots) if draft_counts is None else draft_counts.tolist()
         start = 0
         sequences = [self._sequences[slot] for slot in slots.tolist()]
-        for sequence, end in zip(sequences, ends.tolist(), strict=True):
-            sequence.learn(num_accepted=end - start - 1)
+        for sequence, end, num_drafted in zip(sequences, ends.tolist(), nums_drafted, strict=True):
+            if num_drafted:
+                sequence.learn(num_drafted, num_accepted=end - start - 1)
             sequence.extend(token_ids[start:end])
             start = end
-        self._proposer.learn(slots, np.array([sequence.num_tokens for sequence in sequences], np.int32))
+        if self._proposer.follows_steps:
+            self._proposer.learn(slots, np.array([len(sequence.token_ids) for sequence in sequences], np.int32))
 
 
 class _DraftedSequence:
@@ -224,35 +226,29 @@ class _DraftedSequence:
 
     def __init__(self, max_num_tokens: int) -> None:
         # Memory that is never touched costs nothing.
-        self._token_ids: Int32Column = np.empty(max_num_tokens, np.int32)
-        self.num_tokens = 0
-        self.num_drafted = 0
+        self._room: Int32Column = np.empty(max_num_tokens, np.int32)
+        self.token_ids = self._room[:0]
         self._most_drafted = _FIRST_DRAFT
         self._num_failures = 0
         self._num_steps_alone = 0
 
-    @property
-    def token_ids(self) -> Int32Column:
-        return self._token_ids[: self.num_tokens]
-
     def extend(self, token_ids: Int32Column) -> None:
-        end = self.num_tokens + len(token_ids)
-        self._token_ids[self.num_tokens : end] = token_ids
-        self.num_tokens = end
+        start, end = len(self.token_ids), len(self.token_ids) + len(token_ids)
+        self._room[start:end] = token_ids
+        self.token_ids = self._room[:end]
 
     def want(self, max_tokens: int) -> int:
-        """How many tokens to draft. Call once per step; `num_drafted` is set before what came of them is learned."""
+        """How many tokens to draft. Call once per step."""
         if self._num_steps_alone:
             self._num_steps_alone -= 1
             return 0
         return min(max_tokens, self._most_drafted)
 
-    def learn(self, num_accepted: int) -> None:
-        if not self.num_drafted:
-            return
+    def learn(self, num_drafted: int, num_accepted: int) -> None:
+        """See what came of a step's drafts, at least one."""
         if num_accepted:
             self._num_failures = 0
-            are_all_right = num_accepted == self.num_drafted
+            are_all_right = num_accepted == num_drafted
             self._most_drafted = min(2 * num_accepted, MAX_DRAFT_TOKENS) if are_all_right else num_accepted + 1
         else:
             self._num_steps_alone = min(2**self._num_failures - 1, _MAX_STEPS_ALONE)

@@ -51,6 +51,7 @@ class MtpProposer(DraftProposer):
 
     needs_tokens = False
     reads_decodes = True
+    follows_steps = True
 
     def __init__(self, layers: MtpLayers, ops: Ops) -> None:
         self._layers = layers

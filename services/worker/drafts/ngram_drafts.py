@@ -61,11 +61,12 @@ class NgramProposer(LookupProposer):
         num_tokens = len(token_ids)
         # Matches with the end of the sequence, by the index of their last token.
         places = (token_ids[:-1] == token_ids[-1]).nonzero()[0]
-        num_agreed = 1
-        if len(places) and self._agrees_in_full(token_ids, int(places[-1]) + 1):
+        num_agreed, most = 1, self._max_ngram
+        start = int(places[-1]) + 1 - most if len(places) else -1
+        if start >= 0 and token_ids[start : start + most].tobytes() == token_ids[-most:].tobytes():
             # Text that repeats with a short period has a match in each period, and needs only this one.
-            places, num_agreed = places[-1:], self._max_ngram
-        while num_agreed < self._max_ngram and len(places):
+            places, num_agreed = places[-1:], most
+        while num_agreed < most and len(places):
             before = places[places >= num_agreed]
             longer = before[token_ids[before - num_agreed] == token_ids[-1 - num_agreed]]
             if not len(longer):
@@ -75,8 +76,3 @@ class NgramProposer(LookupProposer):
             return NO_DRAFTS
         first = int(places[-1]) + 1
         return token_ids[first + np.arange(max_tokens) % (num_tokens - first)]
-
-    def _agrees_in_full(self, token_ids: Int32Column, end: int) -> bool:
-        """Whether the most tokens that count are the same before `end` as at the end of the sequence."""
-        start = end - self._max_ngram
-        return start >= 0 and token_ids[start:end].tobytes() == token_ids[-self._max_ngram :].tobytes()

@@ -99,7 +99,8 @@ class BatchRunner:
         self._batch.record_drawn(step_input.row_slots)
         if self._proposer is not None:
             self._unrecorded = pending
-            self._note(self._proposer, job)
+            if self._proposer.follows_steps and len(step_input.slots):
+                self._note(self._proposer, job)
             return pending
         if len(job.options.edited):
             self._learn_tokens()
@@ -134,15 +135,17 @@ class BatchRunner:
         A slot that leaves in `step` may have another sequence by now.
         """
         self._unrecorded = None
-        sampled, slots = pending.sampled(), pending.job.step_input.row_slots
+        sampled, step_input = pending.sampled(), pending.job.step_input
+        slots, draft_counts = step_input.row_slots, step_input.draft_counts
         if len(step.leave_slots):
             stays = np.isin(slots, step.leave_slots, invert=True)
             sampled, slots = sampled.of_rows(stays), slots[stays]
-        self._batch.record_sampled(slots, sampled.token_ids, sampled.counts)
+            draft_counts = None if draft_counts is None else draft_counts[stays]
+        self._batch.record_sampled(slots, sampled.token_ids, sampled.counts, draft_counts)
 
     def _note(self, proposer: DraftProposer, job: StepJob) -> None:
         """Let the proposer note a step that was enqueued, if it has anything to note."""
-        note = proposer.observe(job.step_input) if len(job.step_input.slots) else None
+        note = proposer.observe(job.step_input)
         if note is not None:
             self._noting.append(self._stream.enqueue(partial(self._work.observe, job, note)))
 

@@ -156,6 +156,7 @@ class CheckedProposer(DraftProposer):
         self.num_drafted = 0
         self.kv_cache_spec = proposer.kv_cache_spec
         self.reads_decodes = proposer.reads_decodes
+        self.follows_steps = proposer.follows_steps
         self._proposer = proposer
         self._oracle = oracle
 

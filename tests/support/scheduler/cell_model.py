@@ -279,10 +279,6 @@ class EagerDrafter(Drafter):
             del self._known[slot]
 
     @override
-    def last_tokens(self, slots: Int32Column) -> Int32Column:
-        return np.array([self._known[slot][-1] for slot in slots.tolist()], np.int32)
-
-    @override
     def propose(self, room: DraftRoom) -> Drafts:
         token_ids: list[int] = []
         counts: list[int] = []
@@ -294,11 +290,13 @@ class EagerDrafter(Drafter):
         return Drafts(np.array(token_ids, np.int32), np.array(counts, np.int32))
 
     @override
-    def use(self, slots: Int32Column, counts: Int32Column) -> None:
-        pass
-
-    @override
-    def record(self, slots: Int32Column, token_ids: Int32Column, counts: Int32Column | None) -> None:
+    def record(
+        self,
+        slots: Int32Column,
+        token_ids: Int32Column,
+        counts: Int32Column | None,
+        draft_counts: Int32Column | None,
+    ) -> None:
         tokens = iter(token_ids.tolist())
         for slot, count in zip(slots.tolist(), [1] * len(slots) if counts is None else counts.tolist(), strict=True):
             self._known[slot] += islice(tokens, count)

@@ -44,15 +44,15 @@ def make_batch(proposer: ScriptedProposer, limits: BatchLimits = LIMITS) -> Inpu
     return InputBatch(limits, drafter=Drafter(proposer, MOST))
 
 
-def record(batch: InputBatch, slots: Int32Column, token_ids: Int32Column, counts: Int32Column | None = None) -> None:
+def record(batch: InputBatch, step_input: StepInput, token_ids: Int32Column, counts: Int32Column | None = None) -> None:
     """Append the tokens of a step."""
-    batch.record_drawn(slots)
-    batch.record_sampled(slots, token_ids, counts)
+    batch.record_drawn(step_input.row_slots)
+    batch.record_sampled(step_input.row_slots, token_ids, counts, step_input.draft_counts)
 
 
 def begin(batch: InputBatch, step: Step, *sampled: int) -> StepInput:
     step_input = batch.apply(step)
-    record(batch, step_input.row_slots, column(sampled))
+    record(batch, step_input, column(sampled))
     return step_input
 
 
@@ -101,7 +101,7 @@ def test_the_next_step_starts_from_the_last_accepted_token(count: int, next_toke
     batch = make_batch(ScriptedProposer({(1, 2, 3, 4, 9): [50, 51]}))
     begin(batch, prefill_step(make_enter(2, [1, 2, 3, 4], [10, 11])), 9)
     step_input = batch.apply(decode_step())
-    record(batch, step_input.row_slots, column([50, 51, 52][:count]), column([count]))
+    record(batch, step_input, column([50, 51, 52][:count]), column([count]))
     after = batch.apply(decode_step())
     # The cache entries after that position belonged to wrong drafts.
     assert (after.arrays["token_ids"].tolist(), after.arrays["positions"].tolist()) == ([next_token], [position])
@@ -116,7 +116,7 @@ def test_a_proposer_sees_all_known_tokens_in_order() -> None:
     batch.apply(prefill_step(enter))
     begin(batch, prefill_step(chunks=[make_chunk(2, [6])]), 9)
     step_input = batch.apply(decode_step())
-    record(batch, step_input.row_slots, column([7, 30]), column([2]))
+    record(batch, step_input, column([7, 30]), column([2]))
     batch.apply(decode_step())
     assert [tokens for tokens, _ in proposer.queries] == [(1, 2, 3, 4, 5, 6, 9), (1, 2, 3, 4, 5, 6, 9, 7, 30)]
 
@@ -147,8 +147,9 @@ def test_drafts_get_the_tokens_that_rows_and_chunks_leave_in_a_step() -> None:
     guesses: dict[tuple[int, ...], list[int]] = {(1, 7): [60, 61], (2, 8): [62, 63], (3, 9): [64, 65]}
     batch = make_batch(ScriptedProposer(guesses), limits)
     begin(batch, prefill_step(*(make_enter(slot, [slot + 1], [slot]) for slot in range(3))), 7, 8, 9)
-    assert computed(batch, decode_step()) == [7, 60, 61, 8, 62, 9]
-    record(batch, column([0, 1, 2]), column([5, 5, 5]), column([1, 1, 1]))
+    step_input = batch.apply(decode_step())
+    assert step_input.token_ids.tolist() == [7, 60, 61, 8, 62, 9]
+    record(batch, step_input, column([5, 5, 5]), column([1, 1, 1]))
     full = batch.apply(mixed_step(make_enter(3, [30, 31, 32], [30])))
     assert full.arrays["token_ids"].tolist() == [5, 5, 5, 30, 31, 32]
     assert full.draft_counts is None
@@ -164,7 +165,7 @@ def make_full_batch() -> InputBatch:
     ]
     begin(batch, prefill_step(*enters), 7, 8, 7)
     step_input = batch.apply(decode_step(rows=[1]))
-    record(batch, step_input.row_slots, column([9]), column([1]))
+    record(batch, step_input, column([9]), column([1]))
     return batch
 
 
@@ -243,7 +244,7 @@ def test_known_tokens_are_computed_under_any_drafts_and_acceptance(data: st.Data
             counts.append(len(run))
             sampled += run
             assert len(tokens[slot]) <= limits[slot]
-        record(batch, step_input.row_slots, column(sampled), column(counts))
+        record(batch, step_input, column(sampled), column(counts))
         step_input = batch.apply(decode_step())
         full = [slot for slot, most in limits.items() if len(tokens[slot]) == most]
         assert [slot for slot in tokens if slot not in full] == step_input.row_slots.tolist()

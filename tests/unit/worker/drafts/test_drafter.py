@@ -96,9 +96,8 @@ def room_for(slots: Sequence[int], most: list[int], most_together: int) -> Draft
 def step(drafter: Drafter, *slots: int, num_right: int | None = None) -> Drafts:
     """Draft for these slots; of each draft, `num_right` tokens are right, or all."""
     proposed = drafter.propose(room_for(slots, [100] * len(slots), 100))
-    drafter.use(column(slots), proposed.counts)
     counts = proposed.counts + 1 if num_right is None else np.minimum(proposed.counts, num_right) + 1
-    drafter.record(column(slots), np.zeros(counts.sum(), np.int32), counts.astype(np.int32))
+    drafter.record(column(slots), np.zeros(counts.sum(), np.int32), counts.astype(np.int32), proposed.counts)
     return proposed
 
 
@@ -172,7 +171,7 @@ def test_tokens_without_drafts_are_known_too(counts: Int32Column | None) -> None
             return token_ids[:0]
 
     drafter = make_drafter(RecordingProposer(), 0, 1)
-    drafter.record(column([1, 0]), column([50, 60]), counts)
+    drafter.record(column([1, 0]), column([50, 60]), counts, None)
     drafter.propose(room_for([0, 1], [1, 1], 2))
     assert seen == [[1, 2, 60], [1, 2, 50]]
 
