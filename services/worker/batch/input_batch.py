@@ -98,12 +98,13 @@ class InputBatch:
         Raises:
             StepMismatchError: the step does not fit; the batch must not be used again.
         """
-        self._leave(step.leave_slots)
+        if len(step.leave_slots):
+            self._leave(step.leave_slots)
         if step.is_dummy:
             require(not len(step.chunks.slots), "a dummy step must not compute a prompt")
             return PlannedStep(step, _NO_SLOTS, self._append_blocks(step))
         decode_slots = self._decode_slots(step)
-        changes = self._enter(step)
+        changes = self._enter(step) if len(step.enters.slots) else {}
         changes |= self._append_blocks(step)
         is_decode = step.kind is StepKind.DECODE
         require((not len(step.chunks.slots)) is is_decode, "the step's kind does not fit its prompt chunks")
@@ -123,7 +124,10 @@ class InputBatch:
         return PlannedStep(step, decode_slots, changes, drafts)
 
     def finish(self, planned: PlannedStep) -> StepInput:
-        """Say what the step that was just begun computes; all tokens before it are recorded. Raises as `begin`."""
+        """Say what the step that was just begun computes, and append a token to each of its rows.
+
+        All tokens before it are recorded. Raises as `begin`.
+        """
         step = planned.step
         if step.is_dummy:
             step_input = self._dummy(planned)
@@ -137,6 +141,8 @@ class InputBatch:
         elif not np.array_equal(step_input.slots, self._decoded_slots):
             self._decoded_slots = step_input.slots
             step_input.arrays["decode_slots"] = step_input.slots.astype(np.int64)
+        # Only the device knows them.
+        self._num_tokens[step_input.row_slots] += 1
         return step_input
 
     def sampling(self, step_input: StepInput) -> SamplingRows:
@@ -152,10 +158,6 @@ class InputBatch:
             position=step_input.row_positions,
             states=self._options.by_row(slots) if self._options.states else {},
         )
-
-    def record_drawn(self, slots: Int32Column) -> None:
-        """Append one token to each of these sequences, which only the device knows."""
-        self._num_tokens[slots] += 1
 
     def record_sampled(
         self,
@@ -180,8 +182,6 @@ class InputBatch:
         self._last_tokens[slots] = token_ids
 
     def _leave(self, slots: Int32Column) -> None:
-        if not len(slots):
-            return
         self._check_used("leave_slots", slots)
         self._is_used[slots] = False
         self._tables.clear(slots)
@@ -193,8 +193,6 @@ class InputBatch:
 
     def _enter(self, step: Step) -> HostArrays:
         enters, slots = step.enters, step.enters.slots
-        if not len(slots):
-            return {}
         check_enters(enters, step.chunks, self.limits, needs_all_tokens=self._drafter is not None)
         is_free = not self._is_used[slots].any() and are_distinct(slots)
         require(is_free, "a sequence enters a slot that is in use")

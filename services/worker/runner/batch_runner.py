@@ -96,7 +96,6 @@ class BatchRunner:
         job = self._make_job(step, step_input)
         enqueued.append(self._stream.enqueue(partial(self._work.compute, job)))
         pending = PendingStep(step, job, enqueued, self._rank, is_computed=not self._stream.is_async)
-        self._batch.record_drawn(step_input.row_slots)
         if self._proposer is not None:
             self._unrecorded = pending
             if self._proposer.follows_steps and len(step_input.slots):
@@ -135,7 +134,7 @@ class BatchRunner:
         A slot that leaves in `step` may have another sequence by now.
         """
         self._unrecorded = None
-        sampled, step_input = pending.sampled(), pending.job.step_input
+        sampled, step_input = pending.read().sampled, pending.job.step_input
         slots, draft_counts = step_input.row_slots, step_input.draft_counts
         if len(step.leave_slots):
             stays = np.isin(slots, step.leave_slots, invert=True)
@@ -153,4 +152,4 @@ class BatchRunner:
         """Tell the sequences with edited logits the tokens that they drew last. Waits for these."""
         pending, self._unlearned = self._unlearned, None
         if pending is not None and pending.edited is not None:
-            pending.edited.append(pending.drawn()[pending.edited.numbers])
+            pending.edited.append(pending.read().drawn[pending.edited.numbers])

@@ -46,20 +46,6 @@ class SampledTokens:
     failed_grammar_rows: Int32Column = field(default_factory=lambda: _NO_ROWS)
     """Rows with a grammar that cannot be followed further; their last token is meaningless."""
 
-    @classmethod
-    def of(
-        cls, drawn: _Numbers, first_drawn: _Numbers | None = None, counts: Int32Column | None = None
-    ) -> SampledTokens:
-        """The tokens that count, -1 where logits are not finite.
-
-        Args:
-            drawn: [sum of counts].
-            first_drawn: [num_rows], each row's first token; None means that these are all.
-        """
-        firsts = drawn if first_drawn is None else first_drawn
-        not_finite_rows = (firsts < 0).nonzero()[0].astype(np.int32)
-        return cls(np.maximum(drawn, 0).astype(np.int32), not_finite_rows, counts, failed_grammar_rows=_NO_ROWS)
-
     def of_rows(self, rows: npt.NDArray[np.bool_]) -> SampledTokens:
         """The tokens of the rows that are True, without what else is known of them."""
         each = rows if self.counts is None else np.repeat(rows, self.counts)
@@ -107,10 +93,20 @@ class Runs:
         """[num_drafts], the places whose next one was computed with a draft, row after row."""
         return np.flatnonzero(self.wanted >= 0)
 
-    def cut(self, drawn: _Numbers, counts: _Numbers) -> SampledTokens:
-        """The tokens of what was drawn at each place; `counts` [num_rows] are those of `Ops.accept`."""
-        counted = drawn[self.offsets < counts[self.rows]]
-        return SampledTokens.of(counted, drawn[self.firsts], counts.astype(np.int32))
+    def sampled(self, drawn: _Numbers, counts: _Numbers | None) -> SampledTokens:
+        """The tokens that count.
+
+        Args:
+            drawn: [num_places], -1 where logits are not finite.
+            counts: [num_rows], those of `Ops.accept`; None means that each place is a row, whatever these runs are.
+        """
+        firsts, nums_sampled = drawn, None
+        if counts is not None:
+            firsts, nums_sampled = drawn[self.firsts], counts.astype(np.int32)
+            drawn = drawn[self.offsets < counts[self.rows]]
+        not_finite_rows = (firsts < 0).nonzero()[0].astype(np.int32)
+        token_ids = np.maximum(drawn, 0).astype(np.int32)
+        return SampledTokens(token_ids, not_finite_rows, nums_sampled, failed_grammar_rows=_NO_ROWS)
 
 
 NO_RUNS = Runs.of(0, None, _NO_ROWS)

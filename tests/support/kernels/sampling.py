@@ -158,7 +158,7 @@ def sample_with(ops: Ops, logits: Tensor, drafted: RowsWithDrafts) -> SampledTok
     counts = ops.accept(drawn, there.wanted, there.firsts)[0] if drafted.has_drafts else None
     both = (drawn if counts is None else torch.cat((drawn, counts))).cpu().numpy()
     num_places = len(runs.wanted)
-    sampled = SampledTokens.of(both) if counts is None else runs.cut(both[:num_places], both[num_places:])
+    sampled = runs.sampled(both[:num_places], None if counts is None else both[num_places:])
     sampled = replace(sampled, failed_grammar_rows=failed_rows.astype(np.int32))
     scored = options.scored_places(runs, runs.lengths())
     is_good = scored.is_counted(sampled.counts) & np.isin(

@@ -380,7 +380,6 @@ class WorkerModel:
         not_finite_saves = self._save_states(step, inputs)
         tokens = np.array([token_id for run in runs for token_id in run], np.int32)
         self._last_token[inputs.row_slots] = [run[-1] for run in runs]
-        self._batch.record_drawn(inputs.row_slots)
         self._batch.record_sampled(inputs.row_slots, tokens, np.array([len(run) for run in runs], np.int32))
         numbers = range(len(runs)) if inputs.row_numbers is None else inputs.row_numbers.tolist()
         self.last_rows = dict(zip(numbers, inputs.row_slots.tolist(), strict=True))

@@ -32,12 +32,13 @@ _Array = npt.NDArray[Any]
 _NO_TOKENS: Int32Column = np.empty(0, np.int32)
 
 
-class _Downloads(NamedTuple):
+class Downloads(NamedTuple):
     """What a step has downloaded."""
 
     drawn: npt.NDArray[np.int64]
+    """[num_places], the tokens that the device drew, -1 where logits are not finite."""
     sampled: SampledTokens
-    """Without what else the rows' options ask for."""
+    """The rows' tokens, without what else their options ask for."""
     others: list[_Array]
     """The rest, in the order of `JobResults.tensors`."""
     device_time_us: int
@@ -55,15 +56,7 @@ class PendingStep:
     """Whether `finish` returns at once, for certain."""
     edited: EditedRows | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _downloads: _Downloads | None = None
-
-    def drawn(self) -> npt.NDArray[np.int64]:
-        """[num_places], the tokens that the device drew, -1 where logits are not finite. Waits as `finish` does."""
-        return self._read().drawn
-
-    def sampled(self) -> SampledTokens:
-        """The rows' tokens, without what else their options ask for. Waits as `finish` does."""
-        return self._read().sampled
+    _downloads: Downloads | None = None
 
     def finish(self) -> StepResult:
         """Wait for the device, without spinning, read the results and count the step.
@@ -74,7 +67,7 @@ class PendingStep:
         step, step_input, results = self.step, self.job.step_input, self.job.results
         draft_counts = step_input.draft_counts
         with reported(step):
-            drawn, sampled, others, device_time_us = self._read()
+            drawn, sampled, others, device_time_us = self.read()
             arrays = iter(others)
             if step_input.has_options and results.drawn is not None:
                 sampled = self._with_options(sampled, drawn, arrays)
@@ -100,15 +93,16 @@ class PendingStep:
         self.rank.totals.add(step, num_tokens=step_input.num_tokens, device_time_us=device_time_us)
         return result
 
-    def _read(self) -> _Downloads:
+    def read(self) -> Downloads:
+        """What the device has computed. Waits as `finish` does."""
         with self._lock:
             if self._downloads is None:
                 device_time_us = sum(work.wait() for work in self.enqueued)
                 others, results = self.job.staging.read(), self.job.results
                 drawn = np.empty(0, np.int64) if results.drawn is None else others.pop()
                 counts = None if results.counts is None else others.pop()
-                sampled = SampledTokens.of(drawn) if counts is None else self.job.step_input.runs.cut(drawn, counts)
-                self._downloads = _Downloads(drawn, sampled, others, device_time_us)
+                sampled = self.job.step_input.runs.sampled(drawn, counts)
+                self._downloads = Downloads(drawn, sampled, others, device_time_us)
             return self._downloads
 
     def _with_options(

@@ -137,7 +137,6 @@ def test_any_order_of_changes_gives_the_rows_of_a_plain_model(data: st.DataObjec
         num_rows = len(step_input.row_slots)
         sampled = data.draw(st.lists(st.integers(0, 99), min_size=num_rows, max_size=num_rows))
         device.check_and_record(step_input, sequences, sampled)
-        batch.record_drawn(step_input.row_slots)
         for slot, token_id in zip(step_input.row_slots.tolist(), sampled, strict=True):
             sequences[slot].tokens.append(token_id)
         assert batch.num_seqs == len(sequences)
@@ -217,8 +216,7 @@ def _draw_decode(
 def make_batch() -> InputBatch:
     """Slots 3 and 1, entered in that order, with five and two tokens, sampled once."""
     batch = InputBatch(LIMITS)
-    step_input = batch.apply(prefill_step(make_enter(3, [1, 2, 3, 4, 5], [7, 8]), make_enter(1, [6, 7], [9])))
-    batch.record_drawn(step_input.row_slots)
+    batch.apply(prefill_step(make_enter(3, [1, 2, 3, 4, 5], [7, 8]), make_enter(1, [6, 7], [9])))
     return batch
 
 
@@ -374,7 +372,6 @@ def test_a_sequence_is_not_decoded_before_its_prompt_is_complete() -> None:
 def test_a_decode_with_a_full_table_is_refused_until_it_gets_a_block() -> None:
     batch = InputBatch(LIMITS)
     step_input = batch.apply(prefill_step(make_enter(0, [1, 2, 3, 4], [5])))
-    batch.record_drawn(step_input.row_slots)
     with pytest.raises(StepMismatchError):
         batch.apply(decode_step())
     step_input = batch.apply(decode_step(append=[(0, 17)]))
@@ -385,7 +382,6 @@ def test_a_sequence_that_fills_the_context_is_computed_but_not_continued() -> No
     batch = InputBatch(LIMITS)
     step_input = batch.apply(prefill_step(make_enter(0, [1] * 32, range(8))))
     assert step_input.arrays["positions"].tolist() == list(range(32))
-    batch.record_drawn(step_input.row_slots)
     with pytest.raises(StepMismatchError):
         batch.apply(decode_step())
 
@@ -393,8 +389,7 @@ def test_a_sequence_that_fills_the_context_is_computed_but_not_continued() -> No
 def test_more_rows_than_the_token_budget_are_refused() -> None:
     batch = InputBatch(dataclasses.replace(LIMITS, max_num_batched_tokens=1))
     for slot in (0, 1):
-        step_input = batch.apply(prefill_step(make_enter(slot, [1], [slot])))
-        batch.record_drawn(step_input.row_slots)
+        batch.apply(prefill_step(make_enter(slot, [1], [slot])))
     with pytest.raises(StepMismatchError):
         batch.apply(decode_step())
 
@@ -403,7 +398,6 @@ def test_a_slot_can_be_entered_again_in_the_step_in_which_it_is_left() -> None:
     batch = make_batch()
     step_input = batch.apply(prefill_step(make_enter(3, [8], [20]), leave=[3]))
     assert (step_input.arrays["token_ids"].tolist(), step_input.arrays["block_tables"].tolist()) == ([8], [[20]])
-    batch.record_drawn(step_input.row_slots)
     decoded = batch.apply(decode_step())
     assert (decoded.row_slots.tolist(), decoded.arrays["positions"].tolist()) == ([1, 3], [2, 1])
 
@@ -425,7 +419,6 @@ def test_arrays_of_a_step_do_not_change_with_the_next_one() -> None:
         first.row_positions,
     )
     copies = [array.copy() for array in arrays]
-    batch.record_drawn(first.row_slots)
     batch.apply(prefill_step(make_enter(3, [8], [20]), leave=[3]))
     for array, copy in zip(arrays, copies, strict=True):
         np.testing.assert_array_equal(array, copy)
@@ -466,12 +459,10 @@ def test_options_apply_only_to_the_rows_of_their_sequences() -> None:
     step_input = batch.apply(mixed_step(with_bias))
     # Its prompt is not complete: it has no row.
     assert batch.sampling(step_input).states == {}
-    batch.record_drawn(step_input.row_slots)
     step_input = batch.apply(mixed_step(with_options(make_enter(2, [3], [12]), min_p=0.5), chunks=[make_chunk(0, [4])]))
     assert step_input.row_slots.tolist() == [3, 1, 0, 2]
     states = batch.sampling(step_input).states
     assert {row: state.options.min_p for row, state in states.items()} == {2: 0.0, 3: 0.5}
-    batch.record_drawn(step_input.row_slots)
     assert list(batch.sampling(batch.apply(decode_step(rows=[2, 3]))).states) == [0]
     # The next sequence in the slot has none.
     step_input = batch.apply(prefill_step(make_enter(0, [1], [10]), leave=[0]))

@@ -46,7 +46,6 @@ def make_batch(proposer: ScriptedProposer, limits: BatchLimits = LIMITS) -> Inpu
 
 def record(batch: InputBatch, step_input: StepInput, token_ids: Int32Column, counts: Int32Column | None = None) -> None:
     """Append the tokens of a step."""
-    batch.record_drawn(step_input.row_slots)
     batch.record_sampled(step_input.row_slots, token_ids, counts, step_input.draft_counts)
 
 

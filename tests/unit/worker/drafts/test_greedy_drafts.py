@@ -132,7 +132,6 @@ def finish(batch: InputBatch, proposer: DraftProposer, step_input: StepInput) ->
         drawn = torch.empty(num_drawn, dtype=torch.int64, device=META)
         device_counts = None if counts is None else torch.empty(len(counts), dtype=torch.int64, device=META)
         note(ComputedTokens(hidden, drawn, device_counts))
-    batch.record_drawn(step_input.row_slots)
     batch.record_sampled(step_input.row_slots, token_ids, counts, draft_counts)
 
 
