@@ -9,17 +9,17 @@ from tests.support.tables.step_path import Touched, measure
 # What `python -m tests.support.tables.step_path` prints. `--list` names the functions.
 _NUM_FUNCTIONS = {
     "RPC to queue": 214,
-    "plan to forward": 166,
+    "plan to forward": 164,
     "forward itself": 31,
     "forward to result": 71,
     "result to text": 152,
     "HTTP to queue": 289,
     "result to HTTP": 190,
     "decode: scheduler": 84,
-    "decode: worker": 110,
+    "decode: worker": 108,
     "decode: tokenizer": 25,
     "drafted step: scheduler": 92,
-    "drafted step: worker": 113,
+    "drafted step: worker": 110,
     "drafted step: tokenizer": 25,
 }
 

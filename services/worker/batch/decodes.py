@@ -55,12 +55,6 @@ class Drafts:
         chosen = np.repeat(starts, counts) + nth
         return Drafts(self.token_ids[chosen], counts, self.device, chosen)
 
-    def counts_of_rows(self, num_rows: int) -> Int32Column:
-        """[num_rows], drafts of each row of a step whose first rows are these sequences."""
-        counts = np.zeros(num_rows, np.int32)
-        counts[: len(self.counts)] = self.counts
-        return counts
-
 
 @dataclass(frozen=True, slots=True)
 class DraftRoom:

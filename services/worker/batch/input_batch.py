@@ -318,12 +318,14 @@ class InputBatch:
         cu_seqlens_q = np.zeros(len(slots) + 1, dtype=np.int32)
         np.cumsum(query_lens, out=cu_seqlens_q[1:])
         num_tokens, num_decodes = int(cu_seqlens_q[-1]), len(decodes.slots)
-        num_done = decodes.num_slots - num_decodes
+        num_done, num_prefilled = decodes.num_slots - num_decodes, len(row_slots) - num_decodes
         starts, has_options = cu_seqlens_q[num_decodes:], bool(self._options.states)
         num_blocks = int(num_blocks_needed.max(initial=0))
         is_plain_decode = 0 < num_tokens == num_decodes == len(slots)
         needs_logits = has_options and self._need_logits(row_slots)
-        draft_counts, runs = None if drafts is None else drafts.counts_of_rows(len(row_slots)), NO_RUNS
+        draft_counts, runs = None, NO_RUNS
+        if drafts is not None:
+            draft_counts = np.append(drafts.counts, np.zeros(num_prefilled, np.int32))
         if drafts is not None or needs_logits:
             runs = Runs.of(len(row_slots), draft_counts, NO_DRAFTS if drafts is None else drafts.token_ids)
         arrays = planned.changes

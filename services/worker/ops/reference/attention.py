@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,18 +19,11 @@ from services.worker.ops.arguments import AttentionParams
 _MAX_E4M3 = torch.finfo(torch.float8_e4m3fn).max
 
 
+@dataclass(slots=True, eq=False)
 class ReferencePlan(AttentionPlan):
-    """The slots of each sequence's context, in order."""
+    """A step with the slots of each sequence's context, in order."""
 
-    __slots__ = ("context_slots",)
-
-    def __init__(self, metadata: AttentionMetadata, block_size: int) -> None:
-        super().__init__(metadata)
-        offsets = torch.arange(block_size)
-        self.context_slots = [
-            (table[:, None] * block_size + offsets).flatten()[:context_len]
-            for table, context_len in zip(metadata.block_tables.long(), metadata.context_lens_host, strict=True)
-        ]
+    context_slots: list[Tensor]
 
     def sequences(self) -> Iterator[tuple[Tensor, list[tuple[int, int]]]]:
         """Each sequence's slots, and its new tokens as (row, number of tokens up to and including it)."""
@@ -43,7 +37,12 @@ class ReferencePlan(AttentionPlan):
 
 def plan_attention(metadata: AttentionMetadata, kv_cache: KvCache) -> ReferencePlan:
     """List the slots of each context."""
-    return ReferencePlan(metadata, kv_cache.block_size)
+    offsets = torch.arange(kv_cache.block_size)
+    context_slots = [
+        (table[:, None] * kv_cache.block_size + offsets).flatten()[:context_len]
+        for table, context_len in zip(metadata.block_tables.long(), metadata.context_lens_host, strict=True)
+    ]
+    return ReferencePlan(metadata, context_slots)
 
 
 def write_kv(key: Tensor, value: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan) -> None:

@@ -147,7 +147,7 @@ def test_drafts_get_the_tokens_that_rows_and_chunks_leave_in_a_step() -> None:
     batch = make_batch(ScriptedProposer(guesses), limits)
     begin(batch, prefill_step(*(make_enter(slot, [slot + 1], [slot]) for slot in range(3))), 7, 8, 9)
     step_input = batch.apply(decode_step())
-    assert step_input.token_ids.tolist() == [7, 60, 61, 8, 62, 9]
+    assert step_input.arrays["token_ids"].tolist() == [7, 60, 61, 8, 62, 9]
     record(batch, step_input, column([5, 5, 5]), column([1, 1, 1]))
     full = batch.apply(mixed_step(make_enter(3, [30, 31, 32], [30])))
     assert full.arrays["token_ids"].tolist() == [5, 5, 5, 30, 31, 32]
