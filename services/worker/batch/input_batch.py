@@ -325,13 +325,13 @@ class InputBatch:
         needs_logits = has_options and self._need_logits(row_slots)
         draft_counts, runs = None, NO_RUNS
         if drafts is not None:
-            draft_counts = np.append(drafts.counts, np.zeros(num_prefilled, np.int32))
+            draft_counts = np.concatenate([drafts.counts, np.zeros(num_prefilled, np.int32)])
         if drafts is not None or needs_logits:
             runs = Runs.of(len(row_slots), draft_counts, NO_DRAFTS if drafts is None else drafts.token_ids)
         arrays = planned.changes
         if self._makes_decodes or not is_plain_decode:
             arrays |= self._places(slots, context_lens, query_lens)
-            arrays["token_ids"] = self._token_ids(decodes.slots, drafts, chunks.token_ids)
+            arrays["token_ids"] = self._token_ids(decodes.slots, int(cu_seqlens_q[num_decodes]), runs, chunks.token_ids)
             arrays["block_tables"] = self._tables.ids[slots, :num_blocks]
             if num_decodes and self._drafter is None:
                 arrays["unknown_slots"] = decodes.slots.astype(np.int64)
@@ -374,10 +374,14 @@ class InputBatch:
         block_ids = self._tables.ids[np.repeat(slots, query_lens), positions // block_size]
         return {"positions": positions, "slot_mapping": block_ids * np.int64(block_size) + positions % block_size}
 
-    def _token_ids(self, decode_slots: Int32Column, drafts: Drafts | None, chunked: Int32Column) -> _Numbers:
+    def _token_ids(self, decode_slots: Int32Column, num_decoded: int, runs: Runs, chunked: Int32Column) -> _Numbers:
+        """Tokens of decodes, `num_decoded` with their drafts, and of chunks."""
         token_ids = self._last_tokens[decode_slots]
-        if drafts is not None:
-            token_ids = np.insert(drafts.token_ids, np.cumsum(drafts.counts) - drafts.counts, token_ids)
+        if num_decoded > len(decode_slots):
+            # A place wants the draft that is the next one's token; decodes are the first rows.
+            last_tokens, token_ids = token_ids, np.empty(num_decoded, np.int32)
+            token_ids[1:] = runs.wanted[: num_decoded - 1]
+            token_ids[runs.firsts[: len(decode_slots)]] = last_tokens
         return np.concatenate([token_ids, chunked], dtype=np.int64)
 
     def _check_lengths(self, slots: Int32Column, context_lens: Int32Column) -> Int32Column:

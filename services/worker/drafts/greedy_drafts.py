@@ -88,7 +88,7 @@ class DraftChain:
             and `num_places`: how many tokens are drawn if all of its drafts are accepted.
         """
         places = np.arange(len(self.sizes))
-        # Of the drafts at each place, that of the first row in order.
+        # The first row's draft at each place, in order.
         firsts = np.array(self.sizes, np.int64).cumsum() - self.sizes
         ranks = np.empty_like(self.order)
         ranks[self.order] = np.arange(len(ranks))

@@ -62,7 +62,7 @@ class DeviceSteps:
     def submit(self, step: Step) -> asyncio.Future[StepResult]:
         """Run a step. Cancelling drops one that was not launched, unless a partner may have begun it.
 
-        A failure has its consequences here, so that nobody needs to look at the future.
+        A failure has its consequences here, so the future need not be looked at.
         """
         future = asyncio.wrap_future(self._device.put(Launch(partial(self._launch, step))))
         future.add_done_callback(self._end_if_failed)
