@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from services.worker.batch.block_tables import BlockTables
-from services.worker.batch.decodes import NO_DRAFTS, Decodes, DraftRoom, Drafts, DraftSource, PlannedStep
+from services.worker.batch.decodes import Decodes, DraftRoom, Drafts, DraftSource, PlannedStep
 from services.worker.batch.enter_checks import (
     BatchLimits,
     are_distinct,
@@ -21,18 +18,17 @@ from services.worker.batch.enter_checks import (
     check_token_ids,
     require,
 )
+from services.worker.batch.input_maker import InputMaker
 from services.worker.batch.slot_options import SlotOptions
+from services.worker.batch.slots import Slots
 from services.worker.batch.state_changes import state_changes
 from services.worker.batch.step_input import StepInput
 from services.worker.forward.staging import HostArrays
 from services.worker.ops import DrawRows
-from services.worker.sampling.runs import NO_RUNS, Runs
 from services.worker.sampling.sampling_rows import SamplingRows
 from services.worker.sampling.sampling_state import GrammarMatcher
 from shared.step.columns import Int32Column
 from shared.step.step import SAMPLED_DTYPE, Chunks, Step, StepKind
-
-_Numbers = npt.NDArray[np.int64]
 
 _NO_SLOTS: Int32Column = np.empty(0, dtype=np.int32)
 
@@ -42,10 +38,6 @@ class InputBatch:
 
     Everything that came over the wire is checked here, before any tensor is touched. A step that does not fit leaves
     the batch undefined, which ends its epoch.
-
-    Invariant: `_num_tokens` counts a slot's tokens, including sampled ones, of which a step that is not recorded yet
-    has one. After a step the cache holds the KV of all of them while `_num_later` more prompt tokens are to come, then
-    of all but the last. KV left there by rejected drafts is overwritten before it is read.
     """
 
     def __init__(
@@ -61,26 +53,17 @@ class InputBatch:
 
         If not `makes_decodes`, the tokens of plain decodes are left to the device.
         """
-        num_slots = limits.max_num_seqs
         self.limits = limits
         self._options = SlotOptions(limits, make_matcher=make_matcher, eos_token_ids=eos_token_ids)
         self._drafter = drafter
-        self._makes_decodes = makes_decodes
         # Slots in the order in which their sequences entered.
         self._order = _NO_SLOTS
         # Those of the last plain decode, which the device keeps.
         self._decoded_slots = _NO_SLOTS
-        self._is_used = np.zeros(num_slots, dtype=np.bool_)
-        self._num_tokens = np.zeros(num_slots, dtype=np.int32)
-        self._max_num_tokens = np.zeros(num_slots, dtype=np.int32)
-        self._num_later = np.zeros(num_slots, dtype=np.int32)
-        # The last token of a sequence whose tokens are recorded.
-        self._last_tokens = np.zeros(num_slots, dtype=np.int32)
-        self._sampled = np.zeros(num_slots, dtype=SAMPLED_DTYPE)
-        self._tables = BlockTables(
-            num_slots=num_slots,
-            num_pool_blocks=limits.num_blocks,
-            max_blocks_per_sequence=-(-limits.context_length // limits.block_size),
+        self._sampled = np.zeros(limits.max_num_seqs, dtype=SAMPLED_DTYPE)
+        self._by_slot = Slots(limits)
+        self._inputs = InputMaker(
+            limits, self._by_slot, self._options, is_drafted=drafter is not None, makes_decodes=makes_decodes
         )
 
     @property
@@ -119,8 +102,8 @@ class InputBatch:
             self._extend(step.chunks)
         drafts = None
         if self._drafter is not None and len(decode_slots):
-            lengths, most = self._num_tokens[decode_slots], self._draft_room(decode_slots)
-            drafts = self._drafter.propose(DraftRoom(decode_slots, lengths, most, room, self._tables))
+            lengths, most = self._by_slot.num_tokens[decode_slots], self._draft_room(decode_slots)
+            drafts = self._drafter.propose(DraftRoom(decode_slots, lengths, most, room, self._by_slot.tables))
         return PlannedStep(step, decode_slots, changes, drafts)
 
     def finish(self, planned: PlannedStep) -> StepInput:
@@ -130,11 +113,11 @@ class InputBatch:
         """
         step = planned.step
         if step.is_dummy:
-            step_input = self._dummy(planned)
+            step_input = self._inputs.dummy(planned)
         else:
             slots, drafts = planned.decode_slots, planned.drafts
             decodes = Decodes(len(slots), None, slots, None) if drafts is None else self._drafted_decodes(slots, drafts)
-            step_input = self._make_input(decodes, planned)
+            step_input = self._inputs.make(decodes, planned)
             step_input.arrays.update(state_changes(step, self.limits, slots))
         if not step_input.is_plain_decode:
             step_input.arrays.update(step_input.row_arrays())
@@ -142,7 +125,7 @@ class InputBatch:
             self._decoded_slots = step_input.slots
             step_input.arrays["decode_slots"] = step_input.slots.astype(np.int64)
         # Only the device knows them.
-        self._num_tokens[step_input.row_slots] += 1
+        self._by_slot.num_tokens[step_input.row_slots] += 1
         return step_input
 
     def sampling(self, step_input: StepInput) -> SamplingRows:
@@ -177,15 +160,15 @@ class InputBatch:
         if self._drafter is not None:
             self._drafter.record(slots, token_ids, counts, draft_counts)
         if counts is not None:
-            self._num_tokens[slots] += counts - 1
+            self._by_slot.num_tokens[slots] += counts - 1
             token_ids = token_ids[np.cumsum(counts) - 1]
-        self._last_tokens[slots] = token_ids
+        self._by_slot.last_tokens[slots] = token_ids
 
     def _leave(self, slots: Int32Column) -> None:
-        self._check_used("leave_slots", slots)
-        self._is_used[slots] = False
-        self._tables.clear(slots)
-        self._order = self._order[self._is_used[self._order]]
+        self._by_slot.check_used("leave_slots", slots)
+        self._by_slot.is_used[slots] = False
+        self._by_slot.tables.clear(slots)
+        self._order = self._order[self._by_slot.is_used[self._order]]
         if self._drafter is not None:
             self._drafter.leave(slots)
         if self._options.states:
@@ -194,19 +177,19 @@ class InputBatch:
     def _enter(self, step: Step) -> HostArrays:
         enters, slots = step.enters, step.enters.slots
         check_enters(enters, step.chunks, self.limits, needs_all_tokens=self._drafter is not None)
-        is_free = not self._is_used[slots].any() and are_distinct(slots)
+        is_free = not self._by_slot.is_used[slots].any() and are_distinct(slots)
         require(is_free, "a sequence enters a slot that is in use")
-        self._is_used[slots] = True
+        self._by_slot.is_used[slots] = True
         # Until `_extend` adds the chunks, all their tokens count as later ones.
-        self._num_tokens[slots] = enters.num_cached_tokens
-        self._num_later[slots] = (step.chunks.num_tokens + step.chunks.num_later_tokens)[-len(slots) :]
+        self._by_slot.num_tokens[slots] = enters.num_cached_tokens
+        self._by_slot.num_later[slots] = (step.chunks.num_tokens + step.chunks.num_later_tokens)[-len(slots) :]
         # One token is drawn after a full context, and none after that.
-        self._max_num_tokens[slots] = np.minimum(enters.max_num_tokens, self.limits.context_length + 1)
+        self._by_slot.max_num_tokens[slots] = np.minimum(enters.max_num_tokens, self.limits.context_length + 1)
         self._sampled[slots] = enters.sampled
         is_edited = self._options.enter(enters)
         if self._drafter is not None:
             for slot, token_ids in zip(slots.tolist(), enters.told_tokens(), strict=True):
-                self._drafter.enter(slot, token_ids, int(self._max_num_tokens[slot]))
+                self._drafter.enter(slot, token_ids, int(self._by_slot.max_num_tokens[slot]))
         self._order = np.concatenate([self._order, slots.astype(np.int32)])
         options = DrawRows.option_columns(len(slots), enters.options)
         return {
@@ -225,58 +208,43 @@ class InputBatch:
         enters, slots, block_ids = step.enters, step.append_slots, step.append_block_ids
         require(len(slots) == len(block_ids), "append_slots and append_block_ids differ in length")
         if len(slots):
-            self._check_used("append_slots", slots, may_repeat=True)
+            self._by_slot.check_used("append_slots", slots, may_repeat=True)
         if not len(slots) and not len(enters.slots):
             return {}
         slots = np.concatenate([np.repeat(enters.slots, enters.num_blocks), slots])
         # A copy: what came over the wire cannot be written, which torch warns of.
         block_ids = np.concatenate([enters.block_ids, block_ids])
-        columns = self._tables.append(slots, block_ids)
-        return {"table_places": slots * self._tables.width + columns, "table_ids": block_ids}
+        columns = self._by_slot.tables.append(slots, block_ids)
+        return {"table_places": slots * self._by_slot.tables.width + columns, "table_ids": block_ids}
 
     def _decode_slots(self, step: Step) -> Int32Column:
         """Entering sequences are not decoded: they have no sampled token to start from."""
         if step.kind is StepKind.PREFILL:
             require(step.decode_slots is None, "decode_slots in a prefill step")
             return _NO_SLOTS
-        slots: Int32Column = self._order[self._num_later[self._order] == 0]
+        slots: Int32Column = self._order[self._by_slot.num_later[self._order] == 0]
         if step.decode_slots is not None:
             slots = step.decode_slots
-            self._check_used("decode_slots", slots)
-            require(not self._num_later[slots].any(), "a sequence is decoded before its prompt is complete")
+            self._by_slot.check_used("decode_slots", slots)
+            require(not self._by_slot.num_later[slots].any(), "a sequence is decoded before its prompt is complete")
         require(len(slots) > 0, "no sequence to decode")
         return slots
 
     def _extend(self, chunks: Chunks) -> None:
         slots, num_new, num_later = chunks.slots, chunks.num_tokens, chunks.num_later_tokens
-        self._check_used("chunks", slots)
-        columns = (slots, num_new, num_later, self._num_later[slots])
+        self._by_slot.check_used("chunks", slots)
+        columns = (slots, num_new, num_later, self._by_slot.num_later[slots])
         for slot, num, num_left, num_before in zip(*(column.tolist() for column in columns), strict=True):
             require(0 < num <= num_before, "a chunk is empty or exceeds the rest of its prompt", slot=slot)
             require(num + num_left == num_before, "a prompt's length has changed", slot=slot)
         check_token_ids("chunks.token_ids", chunks.token_ids, self.limits)
-        self._num_tokens[slots] += num_new.astype(np.int32)
-        self._num_later[slots] = num_later
+        self._by_slot.num_tokens[slots] += num_new.astype(np.int32)
+        self._by_slot.num_later[slots] = num_later
         self._options.extend(chunks)
         if self._drafter is not None:
             parts = np.split(chunks.token_ids, np.cumsum(num_new)[:-1])
             for slot, token_ids in zip(slots.tolist(), parts, strict=True):
                 self._drafter.extend(slot, token_ids)
-
-    def _dummy(self, planned: PlannedStep) -> StepInput:
-        step, limits = planned.step, self.limits
-        require(step.decode_slots is None or not len(step.decode_slots), "a dummy step must not decode a sequence")
-        require(not len(step.state_saves) and not len(step.state_restores), "a dummy step must not copy a state")
-        is_prefill, num_tokens = step.kind is not StepKind.DECODE, step.num_dummy_tokens
-        most = min(limits.max_num_batched_tokens, limits.context_length) if is_prefill else 1
-        require(1 <= num_tokens <= most, "a dummy step's number of tokens is out of range", limit=most)
-        return StepInput.dummy(
-            num_tokens,
-            -(-num_tokens // limits.block_size),
-            is_prefill=is_prefill,
-            table_width=self._tables.width,
-            changes=planned.changes,
-        )
 
     def _drafted_decodes(self, slots: Int32Column, drafts: Drafts) -> Decodes:
         """The sequences that go on, with the drafts that they have room for."""
@@ -284,7 +252,7 @@ class InputBatch:
         if (drafts.counts > room).any():
             # The device has drafted before the host knew where the sequences end.
             drafts = drafts.at_most(room)
-        is_full = self._num_tokens[slots] >= self._max_num_tokens[slots]
+        is_full = self._by_slot.num_tokens[slots] >= self._by_slot.max_num_tokens[slots]
         if is_full.any():
             numbers = np.flatnonzero(~is_full)
             # There is no room for drafts in the others.
@@ -293,113 +261,7 @@ class InputBatch:
 
     def _draft_room(self, slots: Int32Column) -> Int32Column:
         """Drafts each sequence has room for; one more token is drawn after them."""
-        num_places = self._tables.num_blocks[slots] * self.limits.block_size
+        num_places = self._by_slot.tables.num_blocks[slots] * self.limits.block_size
         # A sequence's last possible token is drawn but never computed. This also keeps drafts within the context.
-        most = np.minimum(self._max_num_tokens[slots] - 1, num_places)
-        return np.maximum(most - self._num_tokens[slots], 0)
-
-    def _make_input(self, decodes: Decodes, planned: PlannedStep) -> StepInput:
-        slots, drafts, chunks = decodes.slots, decodes.drafts, planned.step.chunks
-        if drafts is not None and not len(drafts.token_ids):
-            drafts = None
-        query_lens = np.ones(len(slots), dtype=np.int32)
-        context_lens = self._num_tokens[slots]
-        if drafts is not None:
-            query_lens += drafts.counts
-            context_lens += drafts.counts
-        row_indexes: npt.NDArray[np.int64] | None = None
-        if is_prefill := len(chunks.slots) > 0:
-            slots = np.concatenate([slots, chunks.slots.astype(np.int32)])
-            query_lens = np.concatenate([query_lens, chunks.num_tokens.astype(np.int32)])
-            context_lens = np.concatenate([context_lens, self._num_tokens[chunks.slots]])
-            row_indexes = np.flatnonzero(self._num_later[slots] == 0)
-        row_slots = slots if row_indexes is None else slots[row_indexes]
-        num_blocks_needed = self._check_lengths(slots, context_lens)
-        cu_seqlens_q = np.zeros(len(slots) + 1, dtype=np.int32)
-        np.cumsum(query_lens, out=cu_seqlens_q[1:])
-        num_tokens, num_decodes = int(cu_seqlens_q[-1]), len(decodes.slots)
-        num_done, num_prefilled = decodes.num_slots - num_decodes, len(row_slots) - num_decodes
-        starts, has_options = cu_seqlens_q[num_decodes:], bool(self._options.states)
-        num_blocks = int(num_blocks_needed.max(initial=0))
-        is_plain_decode = 0 < num_tokens == num_decodes == len(slots)
-        needs_logits = has_options and self._need_logits(row_slots)
-        draft_counts, runs = None, NO_RUNS
-        if drafts is not None:
-            draft_counts = np.concatenate([drafts.counts, np.zeros(num_prefilled, np.int32)])
-        if drafts is not None or needs_logits:
-            runs = Runs.of(len(row_slots), draft_counts, NO_DRAFTS if drafts is None else drafts.token_ids)
-        arrays = planned.changes
-        if self._makes_decodes or not is_plain_decode:
-            arrays |= self._places(slots, context_lens, query_lens)
-            arrays["token_ids"] = self._token_ids(decodes.slots, int(cu_seqlens_q[num_decodes]), runs, chunks.token_ids)
-            arrays["block_tables"] = self._tables.ids[slots, :num_blocks]
-            if num_decodes and self._drafter is None:
-                arrays["unknown_slots"] = decodes.slots.astype(np.int64)
-        if drafts is not None and drafts.chosen is not None:
-            arrays["chosen_drafts"] = drafts.chosen
-        return StepInput(
-            num_decodes=num_decodes,
-            slots=slots,
-            num_result_rows=len(row_slots) + num_done,
-            row_numbers=None if decodes.numbers is None else decodes.row_numbers(len(row_slots)),
-            row_slots=row_slots,
-            row_indexes=row_indexes,
-            row_positions=self._num_tokens[row_slots].astype(np.int64),
-            context_lens=context_lens,
-            query_lens=query_lens,
-            cu_seqlens_q=cu_seqlens_q,
-            num_tokens=num_tokens,
-            is_prefill=is_prefill,
-            is_plain_decode=is_plain_decode,
-            num_blocks=num_blocks,
-            has_options=needs_logits,
-            table_width=self._tables.width,
-            arrays=arrays,
-            runs=runs,
-            device_drafts=None if drafts is None else drafts.device,
-            draft_counts=draft_counts,
-            scored_chunks=tuple(self._options.scored_chunks(chunks, starts, self._num_tokens)) if has_options else (),
-            pooled_chunks=tuple(self._options.pooled_chunks(chunks, starts, self._num_tokens)) if has_options else (),
-        )
-
-    def _need_logits(self, slots: Int32Column) -> bool:
-        return any(state.needs_logits for state in self._options.by_row(slots).values())
-
-    def _places(self, slots: Int32Column, context_lens: Int32Column, query_lens: Int32Column) -> dict[str, _Numbers]:
-        """The positions of a step's tokens, and their places in the cache."""
-        # A sequence's tokens in this step are the last ones of its context, so both end at the same position.
-        positions = np.arange(query_lens.sum(), dtype=np.int64)
-        positions += np.repeat(context_lens - np.cumsum(query_lens), query_lens)
-        block_size = self.limits.block_size
-        block_ids = self._tables.ids[np.repeat(slots, query_lens), positions // block_size]
-        return {"positions": positions, "slot_mapping": block_ids * np.int64(block_size) + positions % block_size}
-
-    def _token_ids(self, decode_slots: Int32Column, num_decoded: int, runs: Runs, chunked: Int32Column) -> _Numbers:
-        """Tokens of decodes, `num_decoded` with their drafts, and of chunks."""
-        token_ids = self._last_tokens[decode_slots]
-        if num_decoded > len(decode_slots):
-            # A place wants the draft that is the next one's token; decodes are the first rows.
-            last_tokens, token_ids = token_ids, np.empty(num_decoded, np.int32)
-            token_ids[1:] = runs.wanted[: num_decoded - 1]
-            token_ids[runs.firsts[: len(decode_slots)]] = last_tokens
-        return np.concatenate([token_ids, chunked], dtype=np.int64)
-
-    def _check_lengths(self, slots: Int32Column, context_lens: Int32Column) -> Int32Column:
-        """Blocks each context needs; refuse the step if a sequence lacks them."""
-        require(
-            int(context_lens.max(initial=0)) <= self.limits.context_length,
-            "a sequence is longer than the context",
-            limit=self.limits.context_length,
-        )
-        num_blocks_needed: Int32Column = (context_lens + (self.limits.block_size - 1)) // self.limits.block_size
-        require(
-            bool((num_blocks_needed <= self._tables.num_blocks[slots]).all()),
-            "a block table is too short for its sequence",
-        )
-        return num_blocks_needed
-
-    def _check_used(self, column: str, slots: npt.NDArray[np.integer[Any]], *, may_repeat: bool = False) -> None:
-        in_range = not len(slots) or 0 <= slots.min() <= slots.max() < self.limits.max_num_seqs
-        require(bool(in_range), "a slot is out of range", column=column, limit=self.limits.max_num_seqs)
-        require(bool(self._is_used[slots].all()), "a slot holds no sequence", column=column)
-        require(may_repeat or are_distinct(slots), "a slot occurs twice", column=column)
+        most = np.minimum(self._by_slot.max_num_tokens[slots] - 1, num_places)
+        return np.maximum(most - self._by_slot.num_tokens[slots], 0)

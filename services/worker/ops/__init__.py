@@ -64,6 +64,8 @@ __all__ = [
 def load_ops(name: str, native_isa: str = "auto") -> Ops:
     """Create the backend called `name`: `BACKEND_NAMES`, `triton` or `triton-exact` on a GPU, or `aiter` on AMD's.
 
+    A backend keeps buffers that serve one pass at a time: ranks that are threads of a process need one each.
+
     Args:
         native_isa: The instructions that `native` uses, an `Isa` or `auto` for the processor's best.
 
