@@ -16,6 +16,19 @@ constexpr int64_t kAhead = 8192;
 // Rows whose products are stored together: they share the loads of the tile's offsets.
 constexpr int64_t kStoredRows = 4;
 
+// Blocks of rows from which on there are many: their results are in no cache.
+constexpr int64_t kManyBlocks = 4;
+// Blocks of rows from which on the rows themselves leave the first cache while a tile is multiplied with all of them.
+constexpr int64_t kLongBlocks = 16;
+
+// Asks for the memory of a tile's results.
+template <class T>
+void prefetch_results(const T* out, int64_t num_rows, int64_t out_stride) {
+    for (int64_t r = 0; r < num_rows; ++r) {
+        prefetch(reinterpret_cast<const uint8_t*>(out + r * out_stride), sizeof(T) * kTileRows);
+    }
+}
+
 // The sums of a tile's products with rows [num_rows, 32].
 struct FloatSums {
     const float* sums;
@@ -97,9 +110,7 @@ void store_block(
 
 #ifdef USE_AMX
 
-// Blocks of rows from which on there are many, and the bytes of tiles that a block is then multiplied with before the next
-// one: they stay in a core's cache.
-constexpr int64_t kManyBlocks = 4;
+// The bytes of tiles that each of many blocks is multiplied with before the next block: they stay in a core's cache.
 constexpr int64_t kCachedTileBytes = 128 << 10;
 
 // As `multiply_tiles`, with the tile unit. A row's bits do not depend on the others in its block.
@@ -126,10 +137,7 @@ void multiply_blocks(
         const uint8_t* next =
             num_blocks == 1 ? weights + kAhead : m.tiles + run.after(tile) * bytes + block * steps * share;
         T* target = out + first * out_stride + tile * kTileRows;
-        // Results of many rows are in no cache.
-        for (int64_t r = 0; is_many && r < count; ++r) {
-            prefetch(reinterpret_cast<const uint8_t*>(target + r * out_stride), sizeof(T) * kTileRows);
-        }
+        if (is_many) prefetch_results(target, count, out_stride);
         multiply_block({m, weights, block_rows, row_bytes, count, next, share}, sums);
         if (has_planes(m)) {
             const float* scales = planes_row(m, const_cast<uint8_t*>(block_rows)).scale;
@@ -175,16 +183,18 @@ void multiply_tile(
         // Blocks of nearly equal sizes: a block of one row would take as long as one of two.
         const int64_t first = block * num_rows / num_blocks, count = (block + 1) * num_rows / num_blocks - first;
         const uint8_t* block_rows = rows + first * row_bytes;
-        // While it computes, memory brings what comes next: this tile, with several blocks the next one, with many rows
-        // the next of them.
-        int64_t share = count * row_bytes;
-        const uint8_t* next = block_rows + share;
-        if (num_blocks < 16) {
-            share = bytes / num_blocks;
-            next = num_blocks == 1 ? weights + kAhead : m.tiles + next_tile * bytes + block * share;
+        T* target = out + first * out_stride + tile * kTileRows;
+        if (num_blocks >= kManyBlocks) prefetch_results(target, count, out_stride);
+        // While it computes, memory brings what comes next: this tile, with several blocks the next one, with very many
+        // the next rows as well.
+        int64_t share = divide_up(bytes, num_blocks * 64) * 64;
+        const uint8_t* next = num_blocks == 1 ? weights + kAhead : m.tiles + next_tile * bytes + block * share;
+        if (num_blocks >= kLongBlocks) {
+            if (block * share < bytes) prefetch(next, share);
+            share = count * row_bytes;
+            next = block_rows + share;
         }
         kernels.by_rows[count - 1]({m, weights, block_rows, row_bytes, next, share}, sums);
-        T* target = out + first * out_stride + tile * kTileRows;
         store_block(m, tile, block_rows, row_bytes, count, FloatSums{sums}, target, out_stride);
     }
 }
