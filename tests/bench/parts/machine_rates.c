@@ -66,14 +66,18 @@ static void read_once(struct thread* self) {
     self->sink ^= fold(OR(OR(sums[0], sums[1]), OR(sums[2], sums[3])));
 }
 
+// Each sum is a variable of its own: gcc keeps an array of so many in memory, and then measures its stores.
+#define FOR_SUMS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11)
+#define DECLARE(i) vector sum##i = FILL(i);
+#define ADD_TO(i) MULTIPLY_ADD(sum##i, a, b, ones, product);
+#define SINK(i) self->sink ^= fold(sum##i);
+
 static void multiply_once(struct thread* self) {
-    vector sums[NUM_ACCUMULATORS], a = FILL(3), b = FILL(5), ones = FILL(1), product = FILL(0);
-    for (int i = 0; i < NUM_ACCUMULATORS; i++) sums[i] = FILL(i);
-    for (int round = 0; round < NUM_PRODUCTS / NUM_ACCUMULATORS; round++)
-#pragma GCC unroll 12
-        for (int i = 0; i < NUM_ACCUMULATORS; i++) MULTIPLY_ADD(sums[i], a, b, ones, product);
+    vector a = FILL(3), b = FILL(5), ones = FILL(1), product = FILL(0);
+    FOR_SUMS(DECLARE)
+    for (int round = 0; round < NUM_PRODUCTS / NUM_ACCUMULATORS; round++) { FOR_SUMS(ADD_TO) }
     (void)ones, (void)product;
-    for (int i = 0; i < NUM_ACCUMULATORS; i++) self->sink ^= fold(sums[i]);
+    FOR_SUMS(SINK)
 }
 
 #if defined(__AMX_INT8__) && defined(__AMX_BF16__)
