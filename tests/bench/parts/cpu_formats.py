@@ -53,8 +53,8 @@ FORMATS: dict[str, Format] = {
     "bf16": Format(
         flags=("--worker.dtype=bfloat16", "--worker.quantization=none"),
         peers=("vllm-bf16",),
-        throughput_targets={1: 1.2, 8: 1.2, 32: 1.0},
-        prefill_target=1.0,
+        throughput_targets={1: 1.2, 8: 1.1, 32: 1.1},
+        prefill_target=0.9,
         weight_bytes=2,
         head_bytes=2,
         kv_bytes=2,
@@ -62,8 +62,8 @@ FORMATS: dict[str, Format] = {
     "int8": Format(
         flags=("--worker.quantization=int8", "--worker.kv-cache-dtype=bfloat16"),
         peers=("openvino-int8", "llama-cpp-q8_0", "llama-cpp-amx-q8_0", "vllm-w8a8"),
-        throughput_targets={1: 1.2, 8: 1.3, 32: 1.3},
-        prefill_target=0.6,
+        throughput_targets={1: 1.5, 8: 1.4, 32: 1.3},
+        prefill_target=0.9,
         weight_bytes=1,
         head_bytes=1,
         kv_bytes=2,
@@ -84,7 +84,7 @@ LARGE_FORMATS: dict[str, Format] = {
     "int8": replace(
         FORMATS["int8"],
         peers=("llama-cpp-q8_0", "llama-cpp-amx-q8_0"),
-        throughput_targets={1: 1.0, 8: 1.1},
+        throughput_targets={1: 1.1, 8: 1.3},
         prefill_target=1.0,
     ),
     # As the file has it, with scales: seven eighths of the layers' weights in Q4_K, the others and the head in Q6_K.
