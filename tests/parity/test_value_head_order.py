@@ -23,7 +23,13 @@ from services.worker.weights.quantization.gguf_blocks import BLOCK_TYPES
 from shared.model_files.model_dir import CONFIG, WEIGHTS, ModelDirectoryError
 from tests.support.models.generation import Way, generate
 from tests.support.models.gguf_export import export_gguf
-from tests.support.models.parity import TransformersModel, load_paged, make_prompts, wrong_rows
+from tests.support.models.parity import (
+    LOGIT_TOLERANCE,
+    TransformersModel,
+    load_paged,
+    make_prompts,
+    wrong_rows,
+)
 from tests.support.models.small_configs import SMALL_CONFIGS
 from tests.support.models.small_models import build_model, write_small_model
 from tests.support.ranks.rank_pool import RankPool
@@ -205,7 +211,8 @@ def test_ranks_say_what_one_worker_says(ranks: RankPool, cut: Import, tmp_path: 
         expected = generate(load_paged(made.packed, backend), PROMPTS, NUM_TOKENS, Way())
         assert [result.tokens for result in results] == [[each.completion for each in expected]] * 2
         for logits, alone in zip(results[0].logits, expected, strict=True):
-            torch.testing.assert_close(logits, alone.logits, atol=2e-4, rtol=1e-4)
+            tolerance = LOGIT_TOLERANCE * float(alone.logits.abs().max())
+            torch.testing.assert_close(logits, alone.logits, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize(
