@@ -18,7 +18,7 @@ from services.worker.ops import load_ops
 from tests.support.models.generation import Generated, Way, generate
 from tests.support.models.mtp_logits import our_mtp_logits
 from tests.support.models.paged_model import PagedModel
-from tests.support.models.parity import SmallModels, load_paged, make_prompts
+from tests.support.models.parity import LOGIT_TOLERANCE, SmallModels, load_paged, make_prompts
 from tests.support.models.published_formats import PUBLISHED
 from tests.support.models.quantized_checkpoints import MXFP4, SCHEMES, Scheme, write_quantized
 from tests.support.models.small_configs import ARCHITECTURES, SMALL_CONFIGS
@@ -30,8 +30,6 @@ NUM_TOKENS = 12
 PROMPTS = make_prompts((1, 40, 16, 5, 33), seed=6)
 # The two best logits may swap order if closer than this.
 TIE = 1e-3
-# Relative to the largest logit, up to the first differing token. Measured: 6e-6 at most.
-LOGIT_TOLERANCE = 1e-4
 
 LATENT = (
     "DeepseekV2ForCausalLM",

@@ -23,13 +23,7 @@ from services.worker.weights.quantization.gguf_blocks import BLOCK_TYPES
 from shared.model_files.model_dir import CONFIG, WEIGHTS, ModelDirectoryError
 from tests.support.models.generation import Way, generate
 from tests.support.models.gguf_export import export_gguf
-from tests.support.models.parity import (
-    LOGIT_TOLERANCE,
-    TransformersModel,
-    load_paged,
-    make_prompts,
-    wrong_rows,
-)
+from tests.support.models.parity import LOGIT_TOLERANCE, TransformersModel, load_paged, make_prompts, wrong_rows
 from tests.support.models.small_configs import SMALL_CONFIGS
 from tests.support.models.small_models import build_model, write_small_model
 from tests.support.ranks.rank_pool import RankPool
@@ -206,12 +200,14 @@ def test_an_older_import_goes_on_loading_and_is_another_model_to_the_cell(
 def test_ranks_say_what_one_worker_says(ranks: RankPool, cut: Import, tmp_path: Path, num_keys: int) -> None:
     """A rank's runs of columns have whole blocks; or one head each, half a block, so that its part is in floats."""
     made = cut if num_keys == cut.num_keys else make(tmp_path, num_keys, 6, Kind.Q4_K)
-    for backend in ("reference", "cpu"):
+    # A recurrent state makes up to ten times as much of what sums in another order differ by: measured, of the largest
+    # logit, 4e-6 in `reference` and 3e-5 in `cpu`.
+    for backend, share in (("reference", LOGIT_TOLERANCE / 5), ("cpu", LOGIT_TOLERANCE)):
         results = ranks.generate(made.packed, PROMPTS, NUM_TOKENS, tp_size=2, backend=backend)
         expected = generate(load_paged(made.packed, backend), PROMPTS, NUM_TOKENS, Way())
         assert [result.tokens for result in results] == [[each.completion for each in expected]] * 2
         for logits, alone in zip(results[0].logits, expected, strict=True):
-            tolerance = LOGIT_TOLERANCE * float(alone.logits.abs().max())
+            tolerance = share * float(alone.logits.abs().max())
             torch.testing.assert_close(logits, alone.logits, atol=tolerance, rtol=0)
 
 

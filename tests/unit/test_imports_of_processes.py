@@ -70,12 +70,12 @@ PROCESSES: dict[str, tuple[str, int, Set[str]]] = {
     "worker on the CPU": (
         "import services.worker.__main__, services.worker.runner.model_runner as _; "
         "from services.worker.ops import load_ops; load_ops('cpu'); load_ops('reference')",
-        1670,
+        1655,
         SERVICE | {"safetensors", "torch"},
     ),
     "spare worker": (
         "import services.worker.spare; services.worker.spare.import_all()",
-        1670,
+        1660,
         SERVICE | {"safetensors", "torch"},
     ),
 }
