@@ -14,7 +14,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { NUM_ROUNDS = 24, NUM_ACCUMULATORS = 12, NUM_PRODUCTS = 1 << 20, MAX_THREADS = 1024 };
+enum { NUM_ROUNDS = 24, NUM_PRODUCTS = 1 << 20, MAX_THREADS = 1024 };
 enum { NUM_TILE_PRODUCTS = 1 << 14 };
 enum { READ, VECTORS, BYTE_TILES, BF16_TILES, NUM_KINDS };
 
@@ -68,14 +68,17 @@ static void read_once(struct thread* self) {
 
 // Each sum is a variable of its own: gcc keeps an array of so many in memory, and then measures its stores.
 #define FOR_SUMS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11)
+#define COUNT(i) +1
 #define DECLARE(i) vector sum##i = FILL(i);
 #define ADD_TO(i) MULTIPLY_ADD(sum##i, a, b, ones, product);
 #define SINK(i) self->sink ^= fold(sum##i);
 
+enum { NUM_SUMS = FOR_SUMS(COUNT) };
+
 static void multiply_once(struct thread* self) {
     vector a = FILL(3), b = FILL(5), ones = FILL(1), product = FILL(0);
     FOR_SUMS(DECLARE)
-    for (int round = 0; round < NUM_PRODUCTS / NUM_ACCUMULATORS; round++) { FOR_SUMS(ADD_TO) }
+    for (int round = 0; round < NUM_PRODUCTS / NUM_SUMS; round++) { FOR_SUMS(ADD_TO) }
     (void)ones, (void)product;
     FOR_SUMS(SINK)
 }
@@ -169,7 +172,7 @@ int main(int argc, char** argv) {
         pthread_join(threads[i].handle, NULL);
         sink ^= threads[i].sink;
     }
-    double products = (double)(NUM_PRODUCTS / NUM_ACCUMULATORS) * NUM_ACCUMULATORS * WIDTH;
+    double products = (double)(NUM_PRODUCTS / NUM_SUMS) * NUM_SUMS * WIDTH;
     // A tile's product: 16 rows, 16 columns, and a depth of 64 bytes.
     double byte_products = num_kinds == NUM_KINDS ? 16.0 * 16 * 64 * NUM_TILE_PRODUCTS : 0;
     printf("{\"read_bytes_per_s\": %.6g, \"int8_products_per_s\": %.6g, \"int8_tile_products_per_s\": %.6g, "
