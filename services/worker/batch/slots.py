@@ -34,7 +34,7 @@ class Slots:
         )
 
     def check_used(self, column: str, slots: npt.NDArray[np.integer[Any]], *, may_repeat: bool = False) -> None:
-        """Raise StepMismatchError unless each of `slots` holds a sequence, and none occurs twice."""
+        """Raise StepMismatchError unless each of `slots` holds a sequence, and none occurs twice unless it may."""
         limit = len(self.is_used)
         in_range = not len(slots) or 0 <= slots.min() <= slots.max() < limit
         require(bool(in_range), "a slot is out of range", column=column, limit=limit)
