@@ -286,7 +286,9 @@ async def test_a_death_in_between_changes_no_bit(request: pytest.FixtureRequest,
     texts = [f"{text} {number}" for number in range(60) for text in TEXTS]
     exact = request_for(texts, determinism="DETERMINISM_EXACT")
     expected = vectors_of(await embed(whole, exact))
-    with run_split_cell(model.directory, REFERENCE, "--worker.task=embed") as split:
+    # The items that a call has in the cell take several steps, so some are there whenever a process dies.
+    flags = ("--scheduler.max-num-batched-tokens=128", "--scheduler.max-num-seqs=32")
+    with run_split_cell(model.directory, REFERENCE, "--worker.task=embed", *flags) as split:
         await split.wait_until_serving("tokenizer")
         call = asyncio.create_task(embed(split, exact))
         # Their vectors are known.

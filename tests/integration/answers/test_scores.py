@@ -240,7 +240,9 @@ async def test_a_death_in_between_changes_no_bit(cell: Cell, reranker: Reranker,
     documents = [f"{document} {number}" for number in range(60) for document in DOCUMENTS]
     exact = request_for(documents, determinism="DETERMINISM_EXACT")
     expected = scores_of(await score(cell, exact))
-    with run_split_cell(reranker.directory, REFERENCE) as split:
+    # The items that a call has in the cell take several steps, so some are there whenever a process dies.
+    flags = ("--scheduler.max-num-batched-tokens=128", "--scheduler.max-num-seqs=32")
+    with run_split_cell(reranker.directory, REFERENCE, *flags) as split:
         await split.wait_until_serving("tokenizer")
         call = asyncio.create_task(score(split, exact))
         # Their scores are known.
