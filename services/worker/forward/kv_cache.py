@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-import mmap
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from services.worker.huge_memory import huge_memory
 
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -100,8 +101,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    memory = huge_memory(math.prod(shape) * dtype.itemsize)
     for place in {0, min(_HUGE_PAGE_BYTES, len(memory) - 1)}:
         memory[place] = 0
     return torch.frombuffer(memory, dtype=dtype).view(shape)

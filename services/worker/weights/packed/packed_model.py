@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import mmap
 import os
 import zlib
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from services.worker.huge_memory import huge_memory
 from services.worker.ops import Ops
 from services.worker.ops.matrix_rows import MatrixFormat
 from services.worker.ops.prepared import Packing
@@ -210,11 +210,7 @@ def _read_whole(fd: int, recipe: str, num_threads: int, on_progress: Callable[[f
     num_bytes, header = read_header(fd)
     if header.get("recipe") != recipe:
         raise PackedFileError("it was made of something else")
-    memory = mmap.mmap(-1, max(num_bytes, 1))
-    # Not every kernel has them.
-    with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    view = memoryview(memory)[:num_bytes]
+    view = memoryview(huge_memory(max(num_bytes, 1)))[:num_bytes]
 
     def read_chunk(number: int) -> None:
         first = number * CHUNK_BYTES

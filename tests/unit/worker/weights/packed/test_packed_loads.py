@@ -116,6 +116,21 @@ def test_every_format_is_the_same_from_packed_weights(
     Loads(quantized, tmp_path / "cache").check(caplog)
 
 
+def test_weights_of_a_file_are_in_private_memory_since_shared_has_no_huge_pages(
+    plain_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def num_shared() -> int:
+        """How many parts of this process's memory are shared and have no file."""
+        return Path("/proc/self/maps").read_text(encoding="utf-8").count(" /dev/zero")
+
+    loads = Loads(plain_dir, tmp_path / "cache")
+    before = num_shared()
+    loaded = [loads.load(loads.packed) for _ in range(2)]
+    assert "packed weights are read from a file" in caplog.text
+    assert num_shared() == before
+    del loaded
+
+
 @pytest.mark.parametrize("quantization", [None, MatrixFormat.INT8, MatrixFormat.INT4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_quantised_at_load_is_the_same_from_packed_weights(
