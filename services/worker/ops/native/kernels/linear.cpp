@@ -49,8 +49,9 @@ void run(const Product<T, U>& product) {
     const int64_t num_rows = product.num_rows, tiles = num_tiles(m);
     const int64_t rows_at_once = std::max<int64_t>(32, kCachedBytes / prepared_row_bytes(m));
     const int64_t pieces = (num_rows > kFewRows ? kPieces : kPiecesOfFewRows) * num_threads();
-    const int64_t tiles_at_once = std::max<int64_t>(1, tiles / pieces);
-    const int64_t runs = divide_up(tiles, tiles_at_once);
+    // As many for each thread as for the others, whose sizes differ by a tile at most.
+    const int64_t runs = std::min(tiles, pieces);
+    const auto run_begin = [&](int64_t run) { return std::min(run, runs) * tiles / runs; };
     const bool in_place = reads_in_place(m);
     uint8_t* const prepared = in_place ? nullptr : buffer.reserve(num_rows * product.row_bytes);
     const uint8_t* const rows = in_place ? reinterpret_cast<const uint8_t*>(product.x) : prepared;
@@ -60,12 +61,11 @@ void run(const Product<T, U>& product) {
     }};
     // All rows with a piece of the tiles, so many rows at once that they stay in a cache.
     const Phase multiply{divide_up(num_rows, rows_at_once) * runs, [&](int64_t piece) {
-        const int64_t first = piece / runs * rows_at_once, first_tile = piece % runs * tiles_at_once;
+        const int64_t first = piece / runs * rows_at_once, number = piece % runs;
         const int64_t count = std::min(rows_at_once, num_rows - first);
-        const int64_t end_tile = std::min(tiles, first_tile + tiles_at_once);
         // Threads take pieces in turn.
-        const int64_t next_tile = std::min(first_tile + tiles_at_once * num_threads(), tiles - 1);
-        product.multiply(rows, first, count, first_tile, end_tile, next_tile);
+        const int64_t next_tile = std::min(run_begin(number + num_threads()), tiles - 1);
+        product.multiply(rows, first, count, run_begin(number), run_begin(number + 1), next_tile);
     }};
     const bool is_large = num_rows * m.num_rows * m.num_columns >= kSerialElements;
     // A single piece needs no other thread.
