@@ -9,11 +9,35 @@ constexpr int kRows = kWidth == 16 ? 4 : 3;
 // Vectors of an output row computed together.
 constexpr int kColumns = 4;
 
-// Scores of ROWS rows with `count` keys, a multiple of 4.
+// Asks for a row ahead of its use: in short blocks the processor does not foresee what comes next. Inlined, as g++ drops
+// calls of functions that only prefetch.
+template <typename T>
+__attribute__((always_inline)) inline void prefetch(const T* row, int64_t dim) {
+    for (int64_t i = 0; i < dim; i += 64 / sizeof(T)) {
+        _mm_prefetch(row + i, _MM_HINT_T0);
+    }
+}
+
+// What a key/value head has in the cache for some tokens: a row for each.
+template <typename T>
+struct CacheRows {
+    const T* first;
+    int64_t stride;
+    const int64_t* numbers;
+
+    const T* operator[](int64_t token) const { return first + numbers[token] * stride; }
+};
+
+// Scores of ROWS rows with `count` keys, a multiple of 4. While it computes, memory brings the keys `next`, as many; null:
+// none.
 template <typename T, int ROWS>
-void score(const float* query, int64_t width, int64_t dim, const T* const* keys, int64_t count, float* scores) {
+void score(const float* query, int64_t width, int64_t dim, const CacheRows<T>& keys, const CacheRows<T>* next,
+           int64_t count, float* scores) {
     const int64_t whole = dim / kWidth * kWidth;
     for (int64_t j = 0; j < count; j += 4) {
+        for (int64_t k = j; next != nullptr && k < j + 4; ++k) {
+            prefetch((*next)[k], dim);
+        }
         Vec sum[ROWS][4];
         for (int r = 0; r < ROWS; ++r) {
             sum[r][0] = sum[r][1] = sum[r][2] = sum[r][3] = zeros();
@@ -41,10 +65,10 @@ void score(const float* query, int64_t width, int64_t dim, const T* const* keys,
     }
 }
 
-// Adds COLUMNS vectors of the weighted values to ROWS rows. The last vector has `rest` elements.
+// Adds COLUMNS vectors of the weighted values to ROWS rows. The last vector has `rest` elements. `next` is as in `score`.
 template <typename T, int ROWS, int COLUMNS>
-void add_columns(const float* weights, const float* factors, const T* const* values, int64_t count, int64_t column,
-                 int64_t rest, float* output, int64_t width) {
+void add_columns(const float* weights, const float* factors, const CacheRows<T>& values, const CacheRows<T>* next,
+                 int64_t count, int64_t column, int64_t rest, float* output, int64_t width) {
     Vec sum[ROWS][COLUMNS];
     for (int r = 0; r < ROWS; ++r) {
         for (int c = 0; c < COLUMNS; ++c) {
@@ -52,6 +76,9 @@ void add_columns(const float* weights, const float* factors, const T* const* val
         }
     }
     for (int64_t j = 0; j < count; ++j) {
+        if (next != nullptr) {
+            prefetch((*next)[j] + column, (COLUMNS - 1) * kWidth + rest);
+        }
         const T* row = values[j] + column;
         Vec weight[ROWS];
         for (int r = 0; r < ROWS; ++r) {
@@ -72,15 +99,15 @@ void add_columns(const float* weights, const float* factors, const T* const* val
 }
 
 template <typename T, int ROWS>
-void add_values(const float* weights, const float* factors, const T* const* values, int64_t count, int64_t dim,
-                float* output, int64_t width) {
+void add_values(const float* weights, const float* factors, const CacheRows<T>& values, const CacheRows<T>* next,
+                int64_t count, int64_t dim, float* output, int64_t width) {
     int64_t column = 0;
     for (; column + kColumns * kWidth <= dim; column += kColumns * kWidth) {
-        add_columns<T, ROWS, kColumns>(weights, factors, values, count, column, kWidth, output, width);
+        add_columns<T, ROWS, kColumns>(weights, factors, values, next, count, column, kWidth, output, width);
     }
     for (; column < dim; column += kWidth) {
         const int64_t rest = std::min(kWidth, dim - column);
-        add_columns<T, ROWS, 1>(weights, factors, values, count, column, rest, output, width);
+        add_columns<T, ROWS, 1>(weights, factors, values, next, count, column, rest, output, width);
     }
 }
 
@@ -104,19 +131,12 @@ void for_row_blocks(int64_t num_rows, Body body) {
     }
 }
 
-// Asks for a row ahead of its use: in short blocks the processor does not foresee what comes next. Inlined, as g++ drops
-// calls of functions that only prefetch.
-template <typename T>
-__attribute__((always_inline)) inline void prefetch(const T* row, int64_t dim) {
-    for (int64_t i = 0; i < dim; i += 64 / sizeof(T)) {
-        _mm_prefetch(row + i, _MM_HINT_T1);
-    }
-}
-
-// Successive keys of a sequence.
+// Successive keys of a piece, and where the first of its key/value heads has them in the cache. After the last of `count` it
+// is named again.
 struct Tile {
+    const Piece* piece;
     int64_t first, count;
-    int64_t slots[kTile];
+    int64_t heads[kTile];
 };
 
 template <typename T>
@@ -129,19 +149,12 @@ class Decode {
 
     void run() {
         Tile tile = find_tile(piece_, piece_.key_begin);
-        for (int64_t i = 0; i < piece_.num_kv_heads; ++i) {
-            prefetch_head(tile, i);
-        }
+        prefetch_tile(tile);
         begin(args_, piece_, static_cast<float>(args_.scale * kLog2E), scratch_);
-        while (tile.count > 0) {
-            const int64_t end = tile.first + tile.count;
-            const Tile next = find_tile(piece_, end);
-            if (next.count <= 0 && next_piece_ != nullptr) {
-                prefetch_next();
-            }
+        while (tile.piece == &piece_ && tile.count > 0) {
+            const Tile next = find_next(tile);
             for (int64_t i = 0; i < piece_.num_kv_heads; ++i) {
-                prefetch_head(next, i);
-                attend_head(tile, i);
+                attend_head(tile, next, i);
             }
             tile = next;
         }
@@ -152,52 +165,62 @@ class Decode {
     // Empty after the last key.
     Tile find_tile(const Piece& piece, int64_t first) const {
         Tile tile;
+        tile.piece = &piece;
         tile.first = first;
         tile.count = std::min<int64_t>(kTile, piece.key_end - first);
+        if (tile.count <= 0) {
+            return tile;
+        }
         const int32_t* table = step_.block_tables + piece.sequence * step_.table_stride;
-        find_slots(table, step_.block_size, first, tile.count, tile.slots);
+        find_slots(table, step_.block_size, first, tile.count, tile.heads);
+        for (int64_t j = 0; j < tile.count; ++j) {
+            tile.heads[j] = tile.heads[j] * step_.num_kv_heads + piece.first_kv_head;
+        }
+        std::fill(tile.heads + tile.count, tile.heads + kTile, tile.heads[tile.count - 1]);
         return tile;
     }
 
-    const T* key(int64_t head) const { return static_cast<const T*>(args_.key_cache) + head * step_.head_dim; }
-    const T* value(int64_t head) const { return static_cast<const T*>(args_.value_cache) + head * args_.value_stride(); }
+    // The next tile, which may be the first of the next piece; empty if nothing is known to follow.
+    Tile find_next(const Tile& tile) const {
+        const Tile next = find_tile(piece_, tile.first + tile.count);
+        return next.count > 0 || next_piece_ == nullptr ? next : find_tile(*next_piece_, next_piece_->key_begin);
+    }
 
-    __attribute__((always_inline)) void prefetch_head(const Tile& tile, int64_t i) const {
-        for (int64_t j = 0; j < tile.count; ++j) {
-            const int64_t head = tile.slots[j] * step_.num_kv_heads + piece_.first_kv_head + i;
-            prefetch(key(head), step_.head_dim);
-            prefetch(value(head), step_.value_dim);
+    // Of the tile's key/value head `i`.
+    CacheRows<T> keys(const Tile& tile, int64_t i) const {
+        return {static_cast<const T*>(args_.key_cache) + i * step_.head_dim, step_.head_dim, tile.heads};
+    }
+    CacheRows<T> values(const Tile& tile, int64_t i) const {
+        return {static_cast<const T*>(args_.value_cache) + i * args_.value_stride(), args_.value_stride(), tile.heads};
+    }
+
+    void prefetch_tile(const Tile& tile) const {
+        for (int64_t i = 0; i < piece_.num_kv_heads; ++i) {
+            for (int64_t j = 0; j < tile.count; ++j) {
+                prefetch(keys(tile, i)[j], step_.head_dim);
+                prefetch(values(tile, i)[j], step_.value_dim);
+            }
         }
     }
 
-    __attribute__((always_inline)) void prefetch_next() const {
-        const Tile tile = find_tile(*next_piece_, next_piece_->key_begin);
-        for (int64_t j = 0; j < tile.count; ++j) {
-            const int64_t head = tile.slots[j] * step_.num_kv_heads + next_piece_->first_kv_head;
-            prefetch(key(head), next_piece_->num_kv_heads * step_.head_dim);
-            prefetch(value(head), next_piece_->num_kv_heads * step_.value_dim);
-        }
-    }
-
-    // The rows of the piece's key/value head `i`.
-    void attend_head(const Tile& tile, int64_t i) {
-        // Keys are scored by fours; the last one fills up.
-        const int64_t count = tile.count, even = (count + 3) / 4 * 4, first_row = i * num_rows_;
-        int64_t heads[kTile];
-        const T *keys[kTile], *values[kTile];
-        for (int64_t j = 0; j < even; ++j) {
-            heads[j] = tile.slots[std::min(j, count - 1)] * step_.num_kv_heads + piece_.first_kv_head + i;
-            keys[j] = key(heads[j]), values[j] = value(heads[j]);
-        }
+    // The query rows of the piece's key/value head `i`. While it computes, memory brings that head of the next tile.
+    void attend_head(const Tile& tile, const Tile& next, int64_t i) {
+        const int64_t count = tile.count, first_row = i * num_rows_;
+        const bool has_next = next.count > 0 && i < next.piece->num_kv_heads;
+        const CacheRows<T> own_keys = keys(tile, i), next_keys = keys(next, i);
+        const CacheRows<T> own_values = values(tile, i), next_values = values(next, i);
         float* scores = scratch_.scores + first_row * kTile;
         for_row_blocks(num_rows_, [&](int64_t r, auto rows) {
             const float* query = scratch_.query + (first_row + r) * scratch_.key_width;
-            score<T, rows>(query, scratch_.key_width, step_.head_dim, keys, even, scores + r * kTile);
+            const CacheRows<T>* asked = has_next && r == 0 ? &next_keys : nullptr;
+            // Keys are scored by fours.
+            const int64_t even = (count + 3) / 4 * 4;
+            score<T, rows>(query, scratch_.key_width, step_.head_dim, own_keys, asked, even, scores + r * kTile);
         });
         float value_scales[kTile];
         if constexpr (kHasScales) {
-            scale_scores(heads, count, scores);
-            read_scales(args_.value_scales, heads, count, 1.0f, value_scales);
+            scale_scores(args_.key_scales + i, tile, scores);
+            read_scales(args_.value_scales + i, tile.heads, count, 1.0f, value_scales);
         }
         for (int64_t r = 0; r < num_rows_; ++r) {
             const Range seen = seen_by(piece_, r / piece_.num_group_heads, step_.window);
@@ -207,16 +230,17 @@ class Decode {
         }
         for_row_blocks(num_rows_, [&](int64_t r, auto rows) {
             const int64_t row = first_row + r;
-            add_values<T, rows>(scores + r * kTile, scratch_.factors + row, values, count, step_.value_dim,
+            const CacheRows<T>* asked = has_next && r == 0 ? &next_values : nullptr;
+            add_values<T, rows>(scores + r * kTile, scratch_.factors + row, own_values, asked, count, step_.value_dim,
                                 scratch_.sum + row * scratch_.value_width, scratch_.value_width);
         });
     }
 
-    void scale_scores(const int64_t* heads, int64_t count, float* scores) const {
+    void scale_scores(const float* key_scales, const Tile& tile, float* scores) const {
         float scales[kTile];
-        read_scales(args_.key_scales, heads, count, 1.0f, scales);
+        read_scales(key_scales, tile.heads, tile.count, 1.0f, scales);
         for (int64_t r = 0; r < num_rows_; ++r) {
-            for (int64_t j = 0; j < count; ++j) {
+            for (int64_t j = 0; j < tile.count; ++j) {
                 scores[r * kTile + j] *= scales[j];
             }
         }
