@@ -19,7 +19,8 @@ from tests.support.system.processes import module_command, module_environment
 from tests.support.system.terminals import NUM_COLUMNS, read_until, terminal
 
 GREEDY = "--temperature=0"
-LONG = "--max-tokens=2000"
+# An answer that is still there when it is given up or cancelled.
+LONG = ("--max-tokens=2000", "--ignore-eos")
 # Python otherwise makes UTF-8 of it.
 ASCII_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
@@ -83,7 +84,7 @@ def test_a_refused_request_is_told_with_status_and_reason(real_cell: Cell) -> No
 
 
 def test_an_answer_that_takes_too_long_is_given_up(real_cell: Cell) -> None:
-    result = run_client("generate", f"--target={real_cell.address}", LONG, "--timeout=0.5", "Once upon a time")
+    result = run_client("generate", f"--target={real_cell.address}", *LONG, "--timeout=0.5", "Once upon a time")
 
     assert result.returncode == 1
     assert result.stderr.startswith("error: DEADLINE_EXCEEDED")
@@ -97,7 +98,7 @@ def test_a_server_that_is_not_there_is_told() -> None:
 
 
 async def test_ctrl_c_cancels_the_call(real_cell: Cell) -> None:
-    with popen_lockstep("generate", f"--target={real_cell.address}", LONG, "Once upon a time") as process:
+    with popen_lockstep("generate", f"--target={real_cell.address}", *LONG, "Once upon a time") as process:
         assert process.stdout is not None
         process.stdout.read(1)
         process.send_signal(signal.SIGINT)
@@ -116,7 +117,7 @@ def test_ctrl_c_in_a_conversation_ends_the_answer_and_twice_it_leaves(
     # This terminal does not answer cursor position requests.
     monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    command = ("chat", f"--target={real_cell.address}", "--system=You tell stories.", LONG)
+    command = ("chat", f"--target={real_cell.address}", "--system=You tell stories.", *LONG)
     with (
         terminal() as (person, program),
         popen_lockstep(*command, stdin=program, stdout=program, stderr=program) as process,
