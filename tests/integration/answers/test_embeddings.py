@@ -27,7 +27,7 @@ from shared.network.rpc import make_channel
 from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.integration.command.test_cli import run_client
 from tests.support.cells.cell import REFERENCE, Cell, start_cell
-from tests.support.cells.split_cell import run_split_cell
+from tests.support.cells.split_cell import IN_SEVERAL_STEPS, run_split_cell
 from tests.support.clients.client import CellAddresses, connect
 from tests.support.models.small_models import build_small_model, write_small_model
 from tests.support.models.tiny_tokenizer import ENDOFTEXT
@@ -286,9 +286,7 @@ async def test_a_death_in_between_changes_no_bit(request: pytest.FixtureRequest,
     texts = [f"{text} {number}" for number in range(60) for text in TEXTS]
     exact = request_for(texts, determinism="DETERMINISM_EXACT")
     expected = vectors_of(await embed(whole, exact))
-    # The items that a call has in the cell take several steps, so some are there whenever a process dies.
-    flags = ("--scheduler.max-num-batched-tokens=128", "--scheduler.max-num-seqs=32")
-    with run_split_cell(model.directory, REFERENCE, "--worker.task=embed", *flags) as split:
+    with run_split_cell(model.directory, REFERENCE, "--worker.task=embed", *IN_SEVERAL_STEPS) as split:
         await split.wait_until_serving("tokenizer")
         call = asyncio.create_task(embed(split, exact))
         # Their vectors are known.

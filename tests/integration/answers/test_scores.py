@@ -22,7 +22,7 @@ from shared.model_files.model_dir import TOKENIZER
 from shared.network.statuses import reason_of, status_from_rpc_error
 from tests.integration.command.test_cli import run_client
 from tests.support.cells.cell import REFERENCE, Cell, start_cell
-from tests.support.cells.split_cell import run_split_cell
+from tests.support.cells.split_cell import IN_SEVERAL_STEPS, run_split_cell
 from tests.support.clients.client import CellAddresses, connect
 from tests.support.models.small_models import build_small_model, write_small_model
 from tests.support.system.ports import free_port
@@ -240,9 +240,7 @@ async def test_a_death_in_between_changes_no_bit(cell: Cell, reranker: Reranker,
     documents = [f"{document} {number}" for number in range(60) for document in DOCUMENTS]
     exact = request_for(documents, determinism="DETERMINISM_EXACT")
     expected = scores_of(await score(cell, exact))
-    # The items that a call has in the cell take several steps, so some are there whenever a process dies.
-    flags = ("--scheduler.max-num-batched-tokens=128", "--scheduler.max-num-seqs=32")
-    with run_split_cell(reranker.directory, REFERENCE, *flags) as split:
+    with run_split_cell(reranker.directory, REFERENCE, *IN_SEVERAL_STEPS) as split:
         await split.wait_until_serving("tokenizer")
         call = asyncio.create_task(score(split, exact))
         # Their scores are known.

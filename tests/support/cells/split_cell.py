@@ -19,6 +19,9 @@ from tests.support.system.patience import PATIENCE_S
 from tests.support.system.processes import ROOT, module_command, module_environment
 from tests.support.system.serving import wait_until_serving
 
+# What a call of many items has in the cell takes several steps, so some of it is there whenever a process dies.
+IN_SEVERAL_STEPS = ("--scheduler.max-num-batched-tokens=128", "--scheduler.max-num-seqs=32")
+
 _POLL_S = 0.02
 
 
