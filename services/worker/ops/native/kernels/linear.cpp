@@ -49,7 +49,7 @@ void run(const Product<T, U>& product) {
     const int64_t num_rows = product.num_rows, tiles = num_tiles(m);
     const int64_t rows_at_once = std::max<int64_t>(32, kCachedBytes / prepared_row_bytes(m));
     const int64_t pieces = (num_rows > kFewRows ? kPieces : kPiecesOfFewRows) * num_threads();
-    // As many for each thread as for the others, whose sizes differ by a tile at most.
+    // Where there are enough tiles, each thread has as many runs as the others. Their sizes differ by a tile at most.
     const int64_t runs = std::min(tiles, pieces);
     const auto run_begin = [&](int64_t run) { return std::min(run, runs) * tiles / runs; };
     const bool in_place = reads_in_place(m);
